@@ -93,8 +93,9 @@ def initialize(
         if state.world * state.replicas > 1:
             # pyrefly: ignore[unbound-name]
             state.comm = fsdp.ShardComm(state.gradients, state.group, state.replica_group, bucket_bytes)
-    elif state.world > 1:
-        state.comm = Comm(state.gradients, state.group, opt_level == "O3", bucket_bytes)
+    elif state.group is not None:  # DistributedDataParallel may wrap the model of one process, too
+        if state.world > 1:
+            state.comm = Comm(state.gradients, state.group, opt_level == "O3", bucket_bytes)
         ours = [f"{name}.weight" for name in layers]
         model._ddp_params_and_buffers_to_ignore = Ignored(ours, model)  # pyrefly: ignore[bad-argument-type]
     model.amp8_state = state  # pyrefly: ignore[bad-argument-type]

@@ -67,7 +67,7 @@ class MSAMP(GradientsElsewhere, Backend):
 
         with refusals():
             amp8.initialize(model, optimizer, str(plan.level).upper(), skip=skip, **recipe)
-        if STRATEGIES[plan.strategy].replicates and plan.num_processes > 1:
+        if STRATEGIES[plan.strategy].replicates and torch.distributed.is_initialized():
             refuse_nothing_for_ddp(model)
         for module in model.modules():
             if isinstance(module, amp8.FP8Linear):

@@ -81,6 +81,18 @@ def test_replicas_stay_identical_for_200_steps(level):
     assert first["loss"] < 0.5  # and they learned: 200 steps from log(10)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@on_ranks(1)
+def test_one_rank_under_ddp_is_one_process(rank, world, level):
+    trained = []
+    for ddp in (True, False):
+        model, optimizer = start(seeded_model(build), level, ddp=ddp)
+        torch.manual_seed(0)  # of stochastic rounding
+        losses, _ = train(model, optimizer, lambda model, step: loss_of(model, *data(16, step)), range(4))
+        trained.append({"losses": torch.tensor(losses), **weights_of(model.module if ddp else model)})
+    assert_equal(*trained)
+
+
 # Two ranks against one -----------------------------------------------------------------------------------------------
 
 
