@@ -27,6 +27,8 @@ IN_VAIN = (
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (./launch.sh and accelerate-recipes do both)"
 )
 
+CAPTURES = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that use CUDA graphs
+
 
 def problems(settings: Settings, machine: "Machine") -> list[str]:
     """Every reason why the config cannot run on this machine, one line each, with the fix."""
@@ -42,6 +44,11 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
         lines.append(f"{settings.local_processes} processes on {gpus} {machine.name}: pass --num_processes {gpus}")
     if not gpus and precision == "fp16" and (what := settings.rules.fp16_needs_gpu):
         lines.append(f"{strategy} in fp16 cannot rehearse on a CPU ({what} needs a GPU): use {strategy}_bf16")
+    if settings.compile and settings.compile_mode in CAPTURES:
+        lines.append(
+            f"dynamo_mode: {settings.compile_mode} captures each block in CUDA graphs, which on a GPU write over "
+            "gradients that several backward passes should add up (pytorch/pytorch#96693): use dynamo_mode: default"
+        )
     lines += fsdp.problems(settings.fsdp)
     lines += settings.rules.problems(settings)
     lines += deepspeed.problems(settings.deepspeed, "deepspeed" in machine.packages)

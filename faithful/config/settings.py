@@ -65,6 +65,7 @@ class Settings:
     num_processes: int
     local_processes: int  # of this machine
     compile: bool
+    compile_mode: str  # of torch.compile
     whole_model: bool  # that the model is compiled as a whole; here its blocks are
     restarts_in_vain: bool  # a restarted worker would find the store of the one that died
     use_cpu: bool
@@ -145,6 +146,7 @@ def read_env(env: Mapping[str, str]) -> Settings:
         num_processes=world,
         local_processes=local,
         compile=env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+        compile_mode=env.get("ACCELERATE_DYNAMO_MODE", "default"),
         whole_model=not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
         restarts_in_vain=store and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         use_cpu=on(env.get("ACCELERATE_USE_CPU")),
@@ -165,6 +167,7 @@ def to_env(config: Mapping[str, Any]) -> dict[str, str]:
     }
     env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no")).lower()}
     env["ACCELERATE_DYNAMO_BACKEND"] = str(sections["dynamo_config"].get("dynamo_backend", "no")).upper()
+    env["ACCELERATE_DYNAMO_MODE"] = str(sections["dynamo_config"].get("dynamo_mode", "default"))
     regional = sections["dynamo_config"].get("dynamo_use_regional_compilation", False)
     env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)
     if config.get("mixed_precision") == "fp8":
