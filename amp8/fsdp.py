@@ -24,7 +24,7 @@ from .coded import CodesRead
 from .comm import BUCKET, Bucket, Comm, summed
 from .grad_view import FP8Gradient
 from .gradients import Phase
-from .linear import fp16_to_e4m3
+from .linear import FP16_TO_E4M3, fp16_to_e4m3
 from .tensors import cut
 
 if TYPE_CHECKING:
@@ -140,12 +140,54 @@ class RowShard(torch.Tensor):
         self,
         outputs: tuple[torch.Tensor, ...],
         metadata: object,
-        param_dtype: object,
+        param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[()]] | None:
         if out is None:  # afterwards the same memory is freed and filled again
-            return outputs[0].view(scaling.E4M3), ()
+            layer = self.amp8_linear
+            layer.held = outputs[0].view(scaling.E4M3)[: layer.sharding.full_shape[0]]  # pyrefly: ignore[missing-attribute]
+            return Gathered(layer.held, layer.weight_scale, param_dtype), ()
+
+
+class Gathered(torch.Tensor):
+    """The whole weight as FSDP2 has gathered it: e4m3 codes and the scale of the fp16 ones. Its layer computes with the
+    codes; other code that reads it in a forward pass gets their values."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "Gathered":
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __repr__(self, **_: object) -> str:
+        return f"Gathered({tuple(self.codes.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:  # for torch.compile
+        return ["codes", "scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], dtype: torch.dtype, *_: object) -> "Gathered":
+        return Gathered(inner["codes"], inner["scale"], dtype)
+
+    @classmethod
+    # pyrefly: ignore[bad-override]
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0]
+        if function in RESHAPED and isinstance(first, cls):
+            return cls(function(first.codes, *args[1:]), first.scale, first.dtype)
+        if function._schema.is_mutable and isinstance(first, cls):
+            raise CodesRead("a converted weight can't be changed in place: load values with load_state_dict")
+        args, kwargs = tree_map(cls.values_of, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def values_of(x: Any) -> Any:
+        return scaling.dequantize(x.codes, x.scale * FP16_TO_E4M3, x.dtype) if isinstance(x, Gathered) else x
 
 
 aten = torch.ops.aten
@@ -154,6 +196,7 @@ RESHAPED = {
     aten.alias.default,
     aten.view.default,
     aten.slice.Tensor,
+    aten.as_strided.default,
     aten.new_zeros.default,
 }
 

@@ -177,10 +177,10 @@ class WeightGradient:
             if parameter.grad is None:  # compiled code calls it for nothing
                 return
             parameter.grad = None
-        name = self.linear.name
+        name, early = self.linear.name, ", or import amp8 before the code that takes an autograd function's `apply`"
         raise CodesRead(
             f"{name}.weight was used without calling {name}, as if its codes were values: leave the layer out "
-            f"(skip={name!r}), or import amp8 before the code that takes an autograd function's `apply`"
+            f"(skip={name!r}){early if self.sharding is None else ''}"
         )
 
     def add(self, new: torch.Tensor) -> None:

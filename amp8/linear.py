@@ -251,12 +251,10 @@ class FP8Linear(nn.Linear):
             )
         port = None
         codes, weight_scale = self.held, self.weight_scale
-        if self.sharding is not None:  # what has been gathered is the FP8 copy
-            codes = self.weight.detach()
         if self.weight_trains() and torch.is_grad_enabled():
             port = self.port_for(dtype)
         if self.sharding is not None:
-            if self.weight.dtype != scaling.E4M3:
+            if codes is None or codes.dtype != scaling.E4M3:
                 raise RuntimeError("a converted weight is plain again: don't cast the model after amp8.initialize")
             weight_scale = weight_scale * FP16_TO_E4M3
         rows = input.reshape(-1, input.shape[-1])

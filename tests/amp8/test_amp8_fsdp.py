@@ -27,6 +27,7 @@ from torch.distributed.tensor import distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 import amp8
+from amp8.coded import CodesRead
 from amp8.convert import state_of
 
 WIDTH = 32
@@ -458,13 +459,37 @@ def test_gathered_weights_are_one_byte_each_and_freed_after_forward(rank, world)
 
     def record(when):
         weight = layer.weight
-        sizes[when] = 0 if hasattr(weight, "placements") else weight.untyped_storage().size()
+        sizes[when] = 0 if hasattr(weight, "placements") else weight.codes.untyped_storage().size()
 
     layer.register_forward_hook(lambda *_: record("inside"))
     model.blocks[1].register_forward_hook(lambda *_: record("after"))
     model(batch(0)[0])
     assert sizes == {"inside": 2 * WIDTH * WIDTH, "after": 0}
-    assert layer.sharding.fsdp_param._unsharded_param.untyped_storage().size() == 0
+    assert layer.held.untyped_storage().size() == 0
+
+
+@on_ranks(2)
+def test_who_reads_a_gathered_weight_gets_its_values(rank, world):
+    """As DoRA's norm of a frozen weight, and a detached look at one that trains."""
+    model = net()
+    model.blocks[0].up.weight.requires_grad_(False)
+    right = [block.up.weight.detach().clone() for block in model.blocks]
+    model, _ = start_exact(shard(model))
+    seen = []
+
+    def read(block, inputs):
+        weight = block.up.weight
+        seen.append((weight.detach().clone(), weight.float().norm(dim=1).detach(), weight.t()[:3].detach().clone()))
+        with pytest.raises(CodesRead, match="can't be changed in place"):
+            weight.detach().mul_(2)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(read)
+    for _ in range(2):  # the second gather fills the same memory
+        model(batch(0)[0]).sum().backward()
+    for value, (whole, norms, part) in zip(right * 2, seen, strict=True):
+        assert relative_error(whole, value) < 0.03  # e4m3's rounding
+        assert torch.equal(norms, whole.norm(dim=1)) and torch.equal(part, whole.t()[:3])
 
 
 def losses_from_meta(rank, world):
