@@ -53,7 +53,7 @@ def take_its_place() -> None:
     from faithful.scripts import trainer
 
     patches.silence_torchao()
-    trainer.allow_bf16()  # again, if a run of this process has ended
+    trainer.change()  # again, if a run of this process has ended
     if settings.ONCE not in os.environ:  # the script may use weights of models before, or without, `prepare`
         patches.set_environment(settings.ONCE, "0")
     plan.resolve()  # before the script asks torch or transformers for the device

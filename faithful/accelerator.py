@@ -41,7 +41,7 @@ from faithful.training.model import PreparedModel, convert, notes, prepared_para
 from faithful.training.optimizer import Optimizer, is_lomo_available
 from faithful.training.steps import Passes, Steps
 
-trainer.allow_bf16()  # a script may make its arguments before its Accelerator
+trainer.change()  # a script may make its arguments before its Accelerator
 
 
 class Accelerator(accelerate.Accelerator):
@@ -59,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
         """What `__init__` does, or nothing that lasts: it may refuse."""
         patches.silence_torchao()
         patches.say_instead("torch._dynamo.convert_frame", "hit config.", ending.not_compiled)
-        trainer.allow_bf16()
+        trainer.change()
         script = arguments.keyword_arguments(args, kwargs)
         self.plan = arguments.plan_for(script, [run.record for run in ending.made])
         self.strategy, self.backend = strategies.get_strategy(self.plan), backends.get_backend(self.plan)

@@ -70,6 +70,9 @@ TABLE = {  # what is changed: why
         "nn.DataParallel; one process has one GPU",
     "transformers.training_args:is_torch_bf16_gpu_available":
         "TrainingArguments(bf16=True), trl's default, raise an error on a CPU, where the run is rehearsed",
+    "transformers.trainer:Trainer.save_model":
+        "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
+        "the main process alone for weights that each process has a part of",
     "TF32 in torch.backends":
         "under fp32 torch computes products in IEEE's fp32 and convolutions in TF32, and Accelerate makes compiled "
         "products TF32, too: here both are what the script has set for products, IEEE's by default",

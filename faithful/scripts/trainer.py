@@ -1,36 +1,40 @@
-"""TrainingArguments(bf16=True), and trl's, which are so by default: made on a machine without an accelerator.
+"""transformers' Trainer, and those made of it: trl's, sentence-transformers'. What a run needs of it is changed when
+its modules are loaded: a script may import them before or after its Accelerator, and that takes a second.
 
-transformers raises an error there, although its Trainer only hands the precision on to `Accelerator(mixed_precision=)`.
-A script may make its arguments before Accelerator() and before it imports transformers, which takes a second to import.
-So the function that they ask is replaced when transformers' module is loaded.
+TrainingArguments(bf16=True), and trl's, which are so by default, are made on a machine without an accelerator, too.
+There transformers raises an error, although its Trainer only hands the precision on to `Accelerator(mixed_precision=)`.
+
+Trainer.save_model writes what `from_pretrained` loads, in every config.
 """
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from faithful import patches
 
-MODULE = "transformers.training_args"
-ROW = "transformers.training_args:is_torch_bf16_gpu_available"
+BF16 = "transformers.training_args:is_torch_bf16_gpu_available"
+SAVE = "transformers.trainer:Trainer.save_model"
 
 
-def allow_bf16() -> None:
-    """TrainingArguments take bf16 on a machine without an accelerator, until the run ends."""
-    if MODULE in sys.modules:
-        replace(sys.modules[MODULE])
-    elif not any(isinstance(finder, WhenLoaded) for finder in sys.meta_path):
-        finder = WhenLoaded()
-        sys.meta_path.insert(0, finder)
-        patches.undo_with(ROW, lambda: finder in sys.meta_path and sys.meta_path.remove(finder))
+def change() -> None:
+    """Changes the modules that are loaded, and the others when they are, until the run ends."""
+    for name, change_of in CHANGES.items():
+        if name in sys.modules:
+            change_of(sys.modules[name])
+        elif not any(isinstance(finder, WhenLoaded) and finder.module == name for finder in sys.meta_path):
+            finder = WhenLoaded(name)
+            sys.meta_path.insert(0, finder)
+            patches.undo_with(CHANGED[name], lambda f=finder: f in sys.meta_path and sys.meta_path.remove(f))
 
 
-def replace(module: ModuleType) -> None:
+def allow_bf16(module: ModuleType) -> None:
     found = module.is_torch_bf16_gpu_available
     if getattr(found, "__module__", None) == __name__:  # by an earlier Accelerator
         return
@@ -38,23 +42,51 @@ def replace(module: ModuleType) -> None:
     def is_torch_bf16_gpu_available() -> bool:
         return found() or not torch.accelerator.is_available()
 
-    patches.replace(ROW, is_torch_bf16_gpu_available, module, "is_torch_bf16_gpu_available")
+    patches.replace(BF16, is_torch_bf16_gpu_available, module, "is_torch_bf16_gpu_available")
+
+
+def save_whole(module: ModuleType) -> None:
+    original = module.Trainer.save_model
+    if original.__module__ == __name__:  # by an earlier Accelerator
+        return
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every process calls it. Shards of DTensors are gathered on all, whatever the type of FSDP's checkpoints: with
+        sharded ones the Trainer saves no model, and of tensor parallel it asks the main process alone."""
+        strategy = getattr(self.accelerator, "strategy", None)
+        if strategy is None or not strategy.mixes_dtensors:
+            return original(self, output_dir, _internal_call)
+        self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    patches.replace(SAVE, save_model)
+
+
+CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "transformers.training_args": allow_bf16,
+    "transformers.trainer": save_whole,
+}
+CHANGED = {row.partition(":")[0]: row for row in (BF16, SAVE)}
 
 
 class WhenLoaded(MetaPathFinder):
-    """An entry of sys.meta_path that replaces the function once its module is loaded."""
+    """An entry of sys.meta_path that changes a module once it is loaded."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != MODULE:
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec and spec.loader:
             execute = spec.loader.exec_module
 
-            def execute_and_replace(module: ModuleType) -> None:
+            def execute_and_change(module: ModuleType) -> None:
                 execute(module)
-                replace(module)
+                CHANGES[name](module)
 
-            spec.loader.exec_module = execute_and_replace
+            spec.loader.exec_module = execute_and_change
         return spec
