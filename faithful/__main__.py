@@ -39,7 +39,8 @@ def main(words: list[str]) -> None:
     if module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(words[0]).resolve().parent)
+        root = str(Path(faithful.__file__).parents[1])  # of a clone, where amp8 is: perhaps the folder of `python -m`
+        sys.path[:] = dict.fromkeys([str(Path(words[0]).resolve().parent), *sys.path[1:], root])
         runpy.run_path(words[0], run_name="__main__")
 
 

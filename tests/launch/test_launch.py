@@ -122,6 +122,13 @@ def test_the_version_is_said_in_one_place():
         assert done.returncode == 0 and done.stdout.startswith(begins), done.stderr
 
 
+def test_a_clones_amp8_is_there_for_a_script_elsewhere(tmp_path):
+    """`python -m` from the clone looks for amp8 in the folder where it starts, and the script's takes its place."""
+    (tmp_path / "own.py").write_text("import sys\nimport amp8\nprint(sys.path[0], amp8.__file__)\n")
+    done = launched(sys.executable, "-m", "faithful", tmp_path / "own.py", env={"PYTHONPATH": ""})
+    assert done.stdout == f"{tmp_path} {ROOT / 'amp8' / '__init__.py'}\n", done.stderr
+
+
 def test_completion_knows_commands_configs_and_recipes():
     script = """source <(./launch.sh completion)
     words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _launch_sh; echo "${COMPREPLY[*]}"; }
