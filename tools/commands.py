@@ -69,7 +69,7 @@ TOOLS = {name: name for name in "advise check compare diagnose estimate export p
 TOOLS["copy"] = "copy_recipe"  # copy.py would shadow Python's module
 BENCHMARKS = {"gpu-first": "first", "gpu-report": "report"}
 WORDS = {*TOOLS, *BENCHMARKS, *IN_CLONE, "demo", "help", "launch", "ls", "path", "completion"}
-BASIC = ("check", "copy")  # these tools need none of the packages that recipes need
+DRAW = ("compare", "diagnose")  # these tools train first, and need the packages of [recipes] at the end
 COMPLETION = r"""if [ -n "${ZSH_VERSION-}" ]; then
     type compdef >/dev/null 2>&1 || { autoload -U compinit && compinit; }
     autoload -U +X bashcompinit && bashcompinit
@@ -140,10 +140,16 @@ def run(words: list[str]) -> None:
             f"{command} needs Linux, here {', '.join(('ls', 'path', 'completion', '--version'))} work: use WSL"
         )
     elif command in TOOLS:
-        need_packages(words, recipes=command not in BASIC)
-        from tools import cli
+        need_packages(words, recipes=command in DRAW)
+        try:
+            from tools import cli
 
-        cli.run(importlib.import_module(f"tools.{TOOLS[command]}").main, rest)
+            cli.run(importlib.import_module(f"tools.{TOOLS[command]}").main, rest)
+        except ModuleNotFoundError as error:
+            if not error.name or error.name.partition(".")[0] in ("amp8", "faithful", "shared", "tools"):
+                raise
+            cure = "./launch.sh setup" if find.CLONE else "pip install 'accelerate-recipes[recipes]'"
+            raise Refused(f"this {command} needs {error.name}: {cure}") from None
     elif command in BENCHMARKS:
         need_packages(words, recipes=True)
         execute(sys.executable, ROOT / "benchmarks" / "gpu.py", BENCHMARKS[command], *rest)
@@ -262,7 +268,8 @@ def launch(words: list[str]) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     elif wins and not through:
         os.environ["FAITHFUL_CONFIG_WINS"] = "1"
-    need_packages(given, recipes=of_ours)
+    # A copy of a recipe has its own environment, with what it imports.
+    need_packages(given, recipes=of_ours and Path(recipe).resolve().is_relative_to(ROOT))
     options += rendezvous(config, options)
     options += options_missing(config, options)
     line = ["--config_file", str(config), *options, *through, str(recipe), *words]

@@ -1,5 +1,6 @@
 """The wheel: `pip install .` installs faithful, amp8, and the command accelerate-recipes with all that it reads."""
 
+import importlib
 import os
 import re
 import shutil
@@ -229,6 +230,19 @@ def test_what_a_recipe_lacks_is_one_line(monkeypatch):
     monkeypatch.setattr(commands.find, "CLONE", False)
     with pytest.raises(Refused, match=r"recipes need no-such-package: pip install 'accelerate-recipes\[recipes\]'"):
         commands.run(["compare", "single_bf16", "single_fp8", "--", "vit"])
+
+
+def test_a_tool_asks_for_what_it_imports_alone(monkeypatch, capsys):
+    """A copy's environment has what its recipe imports, and neither matplotlib nor another recipe's packages."""
+    monkeypatch.setattr(commands.importlib.metadata, "requires", lambda name: ["no-such-package; extra == 'recipes'"])
+    monkeypatch.setattr(commands.find, "CLONE", False)
+    for command in ("show", "export", "predict"):
+        with pytest.raises(SystemExit, match="0"):
+            commands.run([command, "--help"])
+        assert f" {command} [-h]" in capsys.readouterr().out
+    monkeypatch.setattr("tools.show.main", lambda words: importlib.import_module("no_such_package.pages"))
+    with pytest.raises(Refused, match=r"this show needs no_such_package: pip install 'accelerate-recipes\[recipes\]'"):
+        commands.run(["show", "runs/1"])
 
 
 WITHOUT_POSIX = """
