@@ -56,7 +56,9 @@ def save_whole(module: ModuleType) -> None:
         strategy = getattr(self.accelerator, "strategy", None)
         if strategy is None or not strategy.mixes_dtensors:
             return original(self, output_dir, _internal_call)
-        self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        state = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:  # before 5.23 `_save` does not ask
+            self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
