@@ -28,6 +28,9 @@ from tools.work import Count, Linear, Work
 
 WITHIN = 0.15
 SPEED = "results/fp8_speed.json"
+H200 = "results/h200/speed.json"
+WAYS = {"bf16": "single_bf16", "ao": "single_fp8", "O2": "single_fp8_msamp_o2"}
+NAMES = {"bf16": "bf16", "ao": "torchao", "O2": "MS-AMP's O2"}
 TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_778 = "https://github.com/pytorch/torchtitan/pull/778"
 TORCHAO = "https://docs.pytorch.org/ao/main/workflows/training.html"
@@ -276,20 +279,18 @@ def single_layers():
 
 
 def measured():
-    """Our own trainings on an H100, by benchmarks/fp8_speed.py."""
+    """Our own trainings on an H100, by benchmarks/fp8_speed.py, and on an H200."""
     llama, vit = traced("Llama-3.1-8B, 4 blocks", 4, 2048), vit_huge(16)
     cases = json.loads((ROOT / SPEED).read_text())["cases"]
-    ways = {"bf16": "single_bf16", "ao": "single_fp8", "O2": "single_fp8_msamp_o2"}
-    names = {"bf16": "bf16", "ao": "torchao", "O2": "MS-AMP's O2"}
     for key, figures, what in (("llama", llama, "Llama 8B, 4 blocks, 8,192 tokens"),
                                ("vit", vit, "ViT-Huge, 16 blocks, 64 images")):  # fmt: skip
         both = {}
-        for way, config in ways.items():
+        for way, config in WAYS.items():
             for compiled in (False, True):
                 case = cases[f"{key}-{way}" + compiled * "-compile"]
                 if not case.get("shared"):  # another process ran on the card
                     tokens = 8192 / (case["ms"] / 1000)
-                    name = names[way] + compiled * " compiled"
+                    name = NAMES[way] + compiled * " compiled"
                     both[name] = tokens, time_of(config, figures, H100, compiled, 1)
         bf16, compiled = both.pop("bf16"), both.pop("bf16 compiled")
         say = "the head stays in bf16"
@@ -297,6 +298,20 @@ def measured():
             for words, other in (("bf16", bf16), ("compiled bf16", compiled)):
                 yield row(SPEED, f"{what}: {name}", words, (found[0], other[0]), (found[1], other[1]), say, 8192)
         yield row(SPEED, f"{what}: compiled", "bf16", (compiled[0], bf16[0]), (compiled[1], bf16[1]), say, 8192)
+        yield from on_h200(key, figures, what)
+
+
+def on_h200(key, figures, what):
+    cases, card = json.loads((ROOT / H200).read_text())["cases"], step_time.find_card("H200")
+    cases = {name: 8192 / (case["ms"] / 1000) for name, case in cases.items()}
+    base = cases[f"{key}-bf16-compile"], time_of("single_bf16", figures, card, True, 1)
+    for name, tokens in cases.items():
+        model, way, *how = name.removesuffix(" (second run)").split("-")
+        if model == key and way in ("ao", "O2") and how in ([], ["compile"]):
+            again = " again" if name.endswith(")") else ""
+            words = f"{what}, H200: {NAMES[way]}{' compiled' if how else ''}{again}"
+            ours = time_of(WAYS[way], figures, card, bool(how), 1)
+            yield row(H200, words, "compiled bf16", (tokens, base[0]), (ours, base[1]), "the head stays in bf16", 8192)
 
 
 def vit_huge(blocks=32):

@@ -253,7 +253,7 @@ def times(
     wanted: dict[str, Settings], recipe: Path, words: list[str], card: Card
 ) -> Iterator[tuple[str, dict[str, float] | Refused]]:
     """Yields (config, its seconds as `seconds` returns them); (config, the reason as Refused) where there are none.
-    `bf16`, `bf16_compiled`: the seconds of the same strategy in bf16. `narrow`: see Step."""
+    `bf16`, `bf16_compiled`: the seconds of the same strategy in bf16."""
     with progress.waiting(f"loading {recipe.stem}"):
         from tools.tracing import load  # imports torch
 
@@ -273,10 +273,15 @@ def times(
     for name, settings in able.items():
         try:
             step = step_of(settings, tracings, accumulates)
-            found = seconds(step, card) | {"narrow": step.narrow}
+            found = seconds(step, card)
             for key, compiled in (("bf16", False), ("bf16_compiled", True)):
                 reference = step_of(high_precision(settings, compiled), tracings, accumulates)
                 found[key] = seconds(reference, card)["total"]
+            if step.narrow and found["total"] < found["bf16_compiled"]:
+                raise Refused(
+                    f"no estimate: most of its products are of layers at most {NARROW:,} wide, which have gained less "
+                    "where it was measured than is estimated here: time it on the card"
+                )
             yield name, found | {"num_processes": settings.num_processes}
         except Refused as reason:
             yield name, reason
@@ -291,7 +296,7 @@ def verdict(fp8: bool, found: Mapping[str, float]) -> str:
         return "FP8 makes this model slower"
     if fp8 and found["total"] > found["bf16_compiled"]:
         return "slower than compiled bf16"
-    return "perhaps no gain: narrow layers" if fp8 and found["narrow"] else ""
+    return ""
 
 
 def show(recipe: str, card: Card, wanted: dict[str, Settings], found: dict[str, dict[str, float] | Refused]) -> None:
