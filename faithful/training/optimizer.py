@@ -47,7 +47,10 @@ class Optimizer(AcceleratedOptimizer):
             del self.optimizer.found_inf
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Accelerate's inspects the signature in every step, which torch's own `zero_grad` does not need."""
+        """Accelerate's inspects the signature in every step, which torch's own `zero_grad` does not need. Gradients
+        that are given up, as those of a loss that is not finite, leave no loss to judge the next step by."""
+        if self.accelerator is not None and self.gradient_state.sync_gradients and self.accelerator.is_leading(self):
+            self.accelerator.steps.losses.clear()
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             super().zero_grad(set_to_none)
         elif self.gradient_state.sync_gradients:

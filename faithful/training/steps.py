@@ -155,7 +155,7 @@ class Steps:
         what = f"gradient norm {self.norm}" if finite else f"loss {means} (one per rank)"
         raise Diverged(
             f"step {self.taken + 1}: {what} is not finite; nothing was updated. Newest checkpoint: "
-            f"{self.newest_checkpoint() or 'none'}. Lower the learning rate, or compare with a bf16 config"
+            f"{self.newest_checkpoint() or 'none'}. Lower the learning rate; in FP8 or fp16, compare with a bf16 config"
         )
 
     def row(self, norm: torch.Tensor) -> torch.Tensor:

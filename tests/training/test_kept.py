@@ -462,6 +462,22 @@ finally:
     assert "finite weights: [True, True]" in log and "gradient norm nan is not finite; nothing was updated" in log
 
 
+@pytest.mark.parametrize("config", ["single_fp32", "single_fp8_msamp_o2", "fsdp_bf16"])
+def test_a_step_that_the_script_leaves_out_is_its_own(tmp_path, config):
+    log = run(tmp_path, """
+accelerator = Accelerator(project_dir=folder)
+model = torch.nn.Sequential(linear(), torch.nn.LayerNorm(16), linear())
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+for scale in (1.0, float("inf"), 1.0):
+    accelerator.backward(model(torch.randn(4, 16)).square().mean() * scale)
+    if accelerator.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+        optimizer.step()
+    optimizer.zero_grad()
+accelerator.print("steps", accelerator.steps.taken, "loss", accelerator.steps.loss)
+""", config=config)  # fmt: skip
+    assert re.search(r"steps 2 loss \d", log)
+
+
 def test_gradients_of_an_embedding_may_be_sparse(tmp_path):
     run(
         tmp_path,
