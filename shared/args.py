@@ -128,8 +128,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def with_hint(parser: argparse.ArgumentParser, message: str) -> str:
-    """The parser's message; if it does not know an option, with the one that is spelled most like it."""
-    close = difflib.get_close_matches("".join(message.split()[2:3]).split("=")[0], parser._option_string_actions, 1)
+    """The parser's message; if it does not know an option, with the one that ends so, or is spelled most like it."""
+    option, known = "".join(message.split()[2:3]).split("=")[0], list(parser._option_string_actions)
+    close = [name for name in known if name.endswith(f"_{option[2:]}")] or difflib.get_close_matches(option, known, 1)
     return f"{message}: did you mean {close[0]}?" if close and message.startswith("unrecognized") else message
 
 

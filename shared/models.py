@@ -185,11 +185,12 @@ def model_folder(name: str) -> str:
 def groups(model: torch.nn.Module, args: Any) -> list[dict[str, Any]]:
     """Parameter groups for the optimizer: all trainable parameters with their learning rate and weight decay.
     args.freeze: the number of first blocks that stay frozen, with everything before them. args.layer_decay: each block
-    learns at this fraction of the next block's rate; 1 means one rate for all."""
+    learns at this fraction of the next block's rate; 1 means one rate for all. A recipe need not have these two."""
+    freeze, layer_decay = getattr(args, "freeze", 0), getattr(args, "layer_decay", 1.0)
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [f"{name}." for name, module in model.named_modules() if type(module).__name__ in kinds]
-    if args.freeze > len(blocks):
-        raise Refused(f"--freeze {args.freeze}, but the model has {len(blocks)} blocks")
+    if freeze > len(blocks):
+        raise Refused(f"--freeze {freeze}, but the model has {len(blocks)} blocks")
     head, depth, by_scale = len(blocks) + 1, 0, {}
     for name, parameter in model.named_parameters():
         in_blocks = [i for i, block in enumerate(blocks, 1) if name.startswith(block)]
@@ -197,10 +198,10 @@ def groups(model: torch.nn.Module, args: Any) -> list[dict[str, Any]]:
             depth = in_blocks[0]
         elif depth > 0:  # behind the first block; what comes before it has depth 0
             depth = head
-        if args.freeze and depth <= args.freeze:
+        if freeze and depth <= freeze:
             parameter.requires_grad_(False)
         elif parameter.requires_grad:  # not what LoRA leaves as it was
-            by_scale.setdefault(args.layer_decay ** (head - depth), []).append(parameter)
+            by_scale.setdefault(layer_decay ** (head - depth), []).append(parameter)
     return [
         {"params": by_scale[scale], "lr": args.learning_rate * scale, "weight_decay": args.weight_decay}
         for scale in sorted(by_scale, reverse=True)  # the logged rate is the first group's

@@ -73,6 +73,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("diagnose", "single_fp8 -- recipes/vit.py --max_steps 20", 2, "--max_steps: not here; diagnose trains vit"),
     ("diagnose", "single_fp8 -- vit --config {tmp}/train.yml", 2, "--max_steps: not here; diagnose trains vit"),
     ("diagnose", "single_fp8 -- vit --max_step 4", 2, UNKNOWN),
+    ("diagnose", "single_fp8 -- vit --epochs 3", 2, "unrecognized arguments: --epochs 3: did you mean --num_train_epochs?"),
     ("diagnose", "single_fp8 -- tests/scripts/faults.py --max_steps=8", 2, "diagnose takes 276 steps or more"),
     ("diagnose", "{tmp}/own", 2, "{tmp}/own was not launched with a config file: name config and recipe"),
     ("diagnose", "{tmp}/damaged", 2, "{tmp}/damaged is not the folder of a run: no readable run.json"),

@@ -18,9 +18,9 @@ COMPILED = pytest.mark.slow  # torchao compiles its step
 
 
 class Options:
-    """What `optimizer` reads of a recipe's arguments."""
+    """What `optimizer` reads of a recipe's arguments. A copy's may have no --freeze and no --layer_decay."""
 
-    freeze, layer_decay, learning_rate, weight_decay, dtype = 0, 1.0, 1e-3, 0.1, "float32"
+    learning_rate, weight_decay, dtype = 1e-3, 0.1, "float32"
 
     def __init__(self, name, **others):
         self.optimizer = name
