@@ -106,7 +106,7 @@ def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
         )
     if deepspeed.offload and deepspeed.stage == 1:
         yield "zero1 does not offload: use zero3_bf16_offload"
-    if deepspeed.stage == 0 and not deepspeed.replicates:
+    if deepspeed.stage == 0 and not (deepspeed.replicates or deepspeed.problem):
         yield (
             "zero_stage 0 runs as DDP, which has no gradient_clipping, offloading or deepspeed_config_file: "
             "use zero_stage 1, or distributed_type MULTI_GPU and clip in the script"

@@ -153,6 +153,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("{\n 'a': 1}", "broken.json", ANYWHERE, "not JSON at line 2, column 2"),
     ("\ufeff{}", "marked.json", ANYWHERE, "begins with a byte order mark, which Accelerate refuses in JSON"),
     ("zero_optimization: {stage: 2}", {}, ANYWHERE, "is a file of DeepSpeed's, not of Accelerate's"),
+    ("{distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {deepspeed_config_file: gone.json}}", {}, ANYWHERE, "deepspeed_config_file gone.json cannot be read: it is not in"),
     ("{compute_environment: AMAZON_SAGEMAKER, distributed_type: false, ec2_instance_type: a}", {}, ANYWHERE, "compute_environment AMAZON_SAGEMAKER starts the script on Amazon's machines"),
     # names of ours
     ("ddp_bf16", "ddp_fp16.yml", ANYWHERE, "the name says precision fp16, the file bf16"),
