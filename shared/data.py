@@ -182,13 +182,15 @@ def describe(accelerator: Accelerator, dataset: Any) -> Path:
     folder = folder_of(accelerator)
     if accelerator.is_main_process:
         description = about(dataset) | {"fingerprint": dataset.fingerprint()}
+        if links := [path for path in (folder / "model", *(folder / "model").glob("*")) if path.is_symlink()]:
+            raise Refused(f"{links[0]} is a symlink, and would be written through: remove it")  # a stranger's folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if hasattr(accelerator, "record"):  # faithful's: it locks the folder first
+                accelerator.record.begin(accelerator.resumed, ("data.json", "model"))
             write(folder / "data.json", (json.dumps(description, indent=1) + "\n").encode())
         except OSError as error:
             raise Refused(f"nothing can be written to {folder} ({error.strerror or error}): choose another") from None
-        if links := [path for path in (folder / "model", *(folder / "model").glob("*")) if path.is_symlink()]:
-            raise Refused(f"{links[0]} is a symlink, and would be written through: remove it")  # a stranger's folder
     return folder
 
 

@@ -40,9 +40,10 @@ STATE, MANIFEST = "trainer_state.json", "manifest.json"
 STAGED = ".checkpoint.tmp"  # in a folder that existed before
 FORMAT = 4  # of trainer_state.json
 RANKS_FILE = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
+MARK = re.compile(r"\.[0-9a-f]{32}|rank\d+\.safetensors\.tmp")  # what else is in a folder that is not complete
 MOST = 1_000_000  # processes
 # What trainer_state.json must hold: for the order of checkpoints, for the number of files, and to be loaded.
-AGE = {"counter": readers.count()}
+AGE = {"counter": readers.count(0, 1 << 40), "run?": str, "save?": str}  # the last two: see `identity`
 PLAN = {
     "num_processes": readers.count(1, MOST), "fp8_options": dict, "skip": list, "offload": bool, "compile": bool,
 } | dict.fromkeys(("strategy", "precision", "backend", "level"), readers.word)  # fmt: skip
@@ -90,8 +91,8 @@ class Save:
     """A checkpoint that is being written to `folder`. Every rank makes one, or if it is `alone` the main process.
 
     keep: number of complete checkpoints to keep, with the new one, which is written before older ones are deleted; None
-    keeps all. best: the path of one that is kept whatever its age, or None. After an error on any rank (a full disk,
-    say) the earlier checkpoints are still there.
+    keeps all. best: the path of one that is kept whatever its age, or None. run: the id of the run, whose checkpoints
+    alone are deleted. After an error on any rank (a full disk, say) the earlier checkpoints are still there.
 
     Where a machine does not see the main process's disk, the folder of the same name on its own disk is a checkpoint
     too, with the files of its processes. `keeper` is the rank that makes and completes the folder on this rank's disk.
@@ -101,8 +102,11 @@ class Save:
     thread: threading.Thread | None
     step: int | None  # of the run; None if the main process alone saves
 
-    def __init__(self, folder: Path, alone: bool, keep: int | None = None, best: Path | str | None = None) -> None:
+    def __init__(
+        self, folder: Path, alone: bool, keep: int | None = None, best: Path | str | None = None, run: str = ""
+    ) -> None:
         process = PartialState()
+        self.identity = {"run": run, "save": uuid.uuid4().hex}
         self.rank, self.main, self.alone = process.process_index, process.is_main_process, alone
         self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
         self.best = best and Path(best).resolve()
@@ -118,7 +122,7 @@ class Save:
         if linked:
             raise Refused(f"save_state: {folder} is a symlink, which leads out of its folder: remove it")
         self.folder, self.temporary = folder, folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
-        mark = self.temporary / f".{uuid.uuid4().hex}"  # whoever sees it has the main process's disk
+        mark = self.temporary / f".{self.identity['save']}"  # whoever sees it has the main process's disk
         if self.main:
             self.make_folder()
             with contextlib.suppress(OSError):
@@ -156,7 +160,7 @@ class Save:
         first error of any rank, as text, or None. No collective is called: this may run in a thread.
 
         state: JSON values; rank 0's are written."""
-        state = state | {"counter": self.count}
+        state = state | self.identity | {"counter": self.count}
         written, path = {}, self.temporary / f"rank{self.rank}.safetensors"
         try:
             written = {path.name: tensor_files.write(parts, path)}
@@ -178,7 +182,8 @@ class Save:
             self.give_up()
         elif self.rank == self.keeper and self.keep:
             with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
-                known = [path for age, path in by_age(self.folder.parent) if age < math.inf and path != self.folder]
+                known = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
+                known = [path for path in known if (told := identity(path)) and told["run"] == state["run"]]
                 known.sort(key=lambda path: path != self.best)  # the others stay in their order
                 for old in known[max(self.keep - 1, int(self.best in known)) :]:
                     shutil.rmtree(old, ignore_errors=True)
@@ -263,6 +268,24 @@ def take_over(folder: Path, new: Mapping[str, object]) -> None:
             os.replace(staged / name, place)
     sync(folder)
     shutil.rmtree(staged, ignore_errors=True)
+
+
+def identity(folder: Path) -> dict[str, Any] | None:
+    """What tells a complete checkpoint from every other one: its counter, and the ids of the run and of the save, which
+    are None in one of an earlier version. The same on the disks of all machines. None where it has none of ours."""
+    try:
+        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)
+        return {key: state.get(key) for key in ("run", "save", "counter")} if (folder / MANIFEST).exists() else None
+    except (OSError, ValueError):
+        return None
+
+
+def is_leftover(folder: Path) -> bool:
+    """Whether `folder` is a checkpoint that a killed process has not completed: empty, or with a file of a rank."""
+    if folder.is_symlink() or not re.fullmatch(r"checkpoint[-_]\d+\.tmp", folder.name) or not folder.is_dir():
+        return False
+    inside = os.listdir(folder)
+    return not inside or any(RANKS_FILE.fullmatch(name) or MARK.fullmatch(name) for name in inside)
 
 
 def number(folder: Path) -> int | None:

@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -27,6 +28,7 @@ from accelerate.state import PartialState
 from torch.distributed.tensor import DTensor
 
 from faithful import plan
+from faithful.checkpoint import checkpoints
 from faithful.config import config_file, settings
 from faithful.disk import names, readers, secrets
 from faithful.disk.replacing import write_json, write_text
@@ -57,7 +59,7 @@ class Record:
         self.file = Path(sys.argv[0]).absolute()
         self.code = code_and_machine(plan, self.file) if main else {}  # now: the code may go on while the run lasts
         self.notes: list[str] = []
-        self.opened, self.failed_saves, self.status = False, 0, "running"
+        self.begun, self.opened, self.failed_saves, self.status = False, False, 0, "running"
         self.lock: int | None = None
         self.error: str | None = None
         self.final: dict[str, Any] | None = None
@@ -105,6 +107,17 @@ class Record:
         if self.main and self.lock is None and self.folder.exists():
             self.lock = launcher.lock_folder(self.folder)
 
+    def begin(self, resumed: bool, also: Iterable[str] = ()) -> None:
+        """Takes the folder for this run, on the main process, before anything is written there. also: names of what a
+        run of this kind leaves besides the record and checkpoints. Raises Refused if another run is writing to it."""
+        if self.main and not self.begun:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.claim()
+            self.begun = True
+            self.clear_leftovers()
+            if not resumed:
+                self.set_aside(also)
+
     def release(self) -> None:
         """Lets other runs use the folder, when this one has ended."""
         if self.lock is not None:
@@ -117,20 +130,17 @@ class Record:
     def open(self, resumed: bool, step: int) -> None:
         """Begins the record of a run that starts at `step`. No other process takes part. Raises Refused if another run
         is writing to the folder."""
-        self.opened = True
         if not self.main:
+            self.opened = True
             return
         if (file := settings.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
             with contextlib.suppress(OSError):
                 Path(file).write_text(str(self.folder))
         with self.writing("run.json"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.claim()
-            self.clear_leftovers()
+            self.begin(resumed)
             if resumed:
                 self.go_on(step)
-            else:
-                self.set_aside()
+        self.opened = True
         if self.folder.is_dir():  # not before: a run that is refused leaves none
             print(f"record: {self.shown}", flush=True)
         with self.writing("metrics.jsonl"):
@@ -181,10 +191,11 @@ class Record:
 
     def clear_leftovers(self) -> None:
         """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
-        for unfinished in self.folder.glob("checkpoint-*.tmp"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-        for error in self.folder.glob("error-rank*.json"):
-            error.unlink(missing_ok=True)
+        for path in list(self.folder.iterdir()):
+            if checkpoints.is_leftover(path):
+                shutil.rmtree(path, ignore_errors=True)
+            elif re.fullmatch(r"error-rank\d+\.json", path.name):
+                path.unlink(missing_ok=True)
 
     def begin_metrics(self, step: int) -> None:
         """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
@@ -198,11 +209,14 @@ class Record:
         write_text(self.metrics_file, "".join(line + "\n" for line in lines + self.early))
         self.early.clear()
 
-    def set_aside(self) -> None:
-        """Moves the record of an earlier run in this folder to a folder of its own in it."""
+    def set_aside(self, also: Iterable[str]) -> None:
+        """Moves what an earlier run has left in this folder to a folder of its own in it."""
         files = [path for path in (self.folder / "run.json", self.metrics_file) if path.exists()]
+        found = [path for path in checkpoints.list_checkpoints(self.folder) if checkpoints.identity(path)]
+        files += [path for path in found if not path.is_symlink()]
         if not files:
             return
+        files += [self.folder / name for name in also if names.kind_of(self.folder / name) in ("file", "folder")]
         try:
             earlier = readers.value_of(self.folder / "run.json")
             status, started = str(earlier["status"]), str(earlier["started"])
@@ -214,16 +228,16 @@ class Record:
                 "choose another folder for this one, or delete its run.json if it was killed"
             )
         name = f"run_{re.sub('[^0-9T]', '', started)[:15] or 'earlier'}"
-        names = [name, *(f"{name}_{again}" for again in range(2, 1000))]
-        aside = next(self.folder / each for each in names if not (self.folder / each).exists())
+        free = [name, *(f"{name}_{again}" for again in range(2, 1000))]
+        aside = next(self.folder / each for each in free if not (self.folder / each).exists())
         aside.mkdir()
         for path in files:
             os.replace(path, aside / path.name)
         status = "was killed" if status == "running" else f"is {status}"
         self.note_once(
             "earlier",
-            f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/; "
-            "to go on with it, load a checkpoint before the first step",
+            f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/"
+            f"{', with its checkpoints' * bool(found)}; to go on with it, load a checkpoint before the first step",
         )
 
     def log(self, values: Any, step: Any, taken: int, device: torch.device) -> None:
@@ -440,7 +454,7 @@ def git_state(file: Path) -> tuple[str | None, bool | None]:
 def default_folder(plan: Plan) -> str:
     name = plan.config or f"{plan.strategy}_{plan.precision}"
     script = Path(sys.argv[0]).stem
-    return os.path.join("runs", f"{script}-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return os.path.join("runs", f"{script}-{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
 
 
 def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

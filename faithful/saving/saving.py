@@ -5,6 +5,7 @@ checkpoint.py has the files of a checkpoint, state.py its content, weight_files.
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -58,6 +59,7 @@ class Checkpoints:
         self.record, self.project, self.default = record, project, default
         self.going_on: checkpoints.Save | None = None  # that may still be written
         self.newest: tuple[int, Path] | None = None  # step and path of the last one that was saved or loaded
+        self.run = uuid.uuid4().hex  # which checkpoints are this run's: it goes on with that of the one that it loads
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"going_on": None}
@@ -118,7 +120,7 @@ class Checkpoints:
         if not together:
             self.record.note("the main process alone calls save_state: the others' random states are in no checkpoint")
         best = getattr(self.project, "best_model_checkpoint", None)  # ours: Accelerate knows of none
-        save = checkpoints.Save(folder, not together, self.project.total_limit, best)
+        save = checkpoints.Save(folder, not together, self.project.total_limit, best, self.run)
         try:
             parts, values = state.state_dict(alone=not together, keeps=save.rank == save.keeper)
         except BaseException:  # of an object that the script has registered, say
@@ -162,6 +164,7 @@ class Checkpoints:
         if self.project.automatic_checkpoint_naming:
             self.project.iteration = (checkpoints.number(folder) or 0) + 1
         self.newest = state.steps.taken, folder.resolve()
+        self.run = (checkpoints.identity(folder) or {}).get("run") or self.run
         process.print(
             f"{'went back to' if state.steps.taken < reached else 'resumed from'} {folder} at step {state.steps.taken}"
         )

@@ -1,0 +1,92 @@
+"""A run's folder is its own: what others have put there stays, and no run touches another's."""
+
+import functools
+import os
+import shutil
+
+import pytest
+from conftest import metrics, train
+from loop import loop
+
+from faithful.checkpoint import checkpoints
+from faithful.evidence import record as records
+from faithful.launch import launcher
+
+STEPS = ("--save_steps", 1, "--save_total_limit", 2, "--eval_steps", 0, "--logging_steps", 1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return train("single_fp32", tmp_path_factory.mktemp("finished") / "run", "--max_steps", 3, *STEPS)
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+THEIRS = {
+    "checkpoint-500/trainer_state.json": '{"best_metric": null, "global_step": 500}',  # of transformers' Trainer
+    "checkpoint-500/optimizer.pt": "p",
+    "checkpoint-9999/notes.txt": "mine",
+    "checkpoint_3/notes.txt": "mine",
+    "checkpoint-7.tmp/notes.txt": "mine",
+    "checkpoint-good.tmp/rank0.safetensors": "mine",
+    "error-rank.json": "mine",
+    "error-rank-mine.json": "mine",
+}
+
+
+def test_what_others_have_put_there_stays(tmp_path):
+    run = tmp_path / "run"
+    for name, text in THEIRS.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
+    left = run / "checkpoint-8.tmp" / "rank0.safetensors"  # of a killed process of ours
+    left.parent.mkdir()
+    left.touch()
+    before = {name: (run / name).read_bytes() for name in THEIRS}
+    train("single_fp32", run, "--max_steps", 4, *STEPS)
+    assert contents(run).items() >= before.items() and not left.parent.exists()
+    ours = [path.name for path in checkpoints.list_checkpoints(run) if checkpoints.identity(path)]
+    assert ours == ["checkpoint-4", "checkpoint-3"]
+
+
+def test_a_new_run_moves_all_that_a_finished_one_left(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    train("single_fp32", run, "--max_steps", 4, *STEPS, "--learning_rate", 0.01)
+    [aside] = run.glob("run_*")
+    assert contents(aside) == contents(finished)
+    assert "its record is now in run_" in (tmp_path / "run.log").read_text()
+    ids = {checkpoints.identity(path)["run"] for path in checkpoints.list_checkpoints(run)}
+    assert len(ids) == 1 and ids != {checkpoints.identity(aside / "checkpoint-3")["run"]}
+
+
+def test_a_run_that_goes_on_prunes_what_it_wrote_before(finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "checkpoint-3")
+    latest = ("--resume_from_checkpoint", "latest")
+    train("single_fp32", run, "--max_steps", 3, *STEPS, "--save_total_limit", 1, *latest)
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-3"]
+    assert metrics(run) == metrics(finished) and not list(run.glob("run_*"))
+
+
+@pytest.mark.parametrize("script", [None, loop], ids=["recipe", "script"])
+def test_a_run_that_is_refused_because_another_one_trains_there_changes_nothing(finished, tmp_path, script):
+    run = shutil.copytree(finished, tmp_path / "run")
+    lock = launcher.lock_folder(run)
+
+    def before(rank):
+        os.close(lock)  # the fork's: the parent holds it still
+        launcher.GRACE = -4
+
+    argv = () if script else ("--max_steps", 4, *STEPS)
+    train("single_fp32", run, *argv, before=before, code=2, **({"script": functools.partial(script)} if script else {}))
+    os.close(lock)
+    assert "refused: another run is writing to" in (tmp_path / "run.log").read_text()
+    assert contents(run) == contents(finished)
+
+
+def test_two_runs_of_one_second_have_two_folders(monkeypatch):
+    monkeypatch.setattr(records.time, "strftime", lambda *_: "20260101-000000")
+    plan = type("Plan", (), {"config": "ddp_bf16"})
+    assert records.default_folder(plan) != records.default_folder(plan)
