@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from shared.args import Refused, short
 
@@ -52,6 +53,9 @@ class Progress:
     run that resumes evaluates that step again."""
 
     def __init__(self, same: dict[str, Any], accelerator: Any = None, args: Any = None) -> None:
+        if (data := same.get("data")) and len({*gather_object([data])}) > 1:
+            each = dict.fromkeys(gather_object([f"{data:.12} on {socket.gethostname()}"]))
+            raise Refused(f"--dataset is not the same everywhere: {', '.join(each)}. Copy one to all")
         self.same, self.step, self.batch, self.last_due = same, 0, 0, 0
         self.accelerator, self.args, self.best, self.elsewhere = accelerator, args, {}, -1
 
@@ -177,7 +181,7 @@ def folder_of(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir or "runs/latest")
 
 
-def describe(accelerator: Accelerator, dataset: Any) -> Path:
+def describe(accelerator: Any, dataset: Any) -> Path:
     """Writes data.json into the run's folder, for predict and export. Returns the folder."""
     folder = folder_of(accelerator)
     if accelerator.is_main_process:

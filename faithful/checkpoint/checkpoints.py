@@ -21,7 +21,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ WHOLE = AGE | RANKS | {
     "groups": list, "optimizers": list, "schedulers": list, "registered": list, "moments": [{str: str}],
     "loaders": [LOADER],
 }  # fmt: skip
-ENTRY = {"bytes": readers.count(), "xxh3_128": str}  # of a manifest
+# Of a manifest. keeper: of a file that is on another machine's disk, the rank that completed the checkpoint there.
+ENTRY = {"bytes": readers.count(), "xxh3_128": str, "keeper?": readers.count(0, MOST)}
 
 
 def digest(path: Path) -> str:
@@ -132,8 +133,10 @@ class Save:
             if not self.main and not sees(Path(told[0][0])):
                 self.keeper = self.rank - process.local_process_index
                 if self.rank == self.keeper:
+                    self.count = next_count(folder.parent)
                     self.make_folder()
-            self.together("make the checkpoint's folder on each disk")
+            counts = self.together("make the checkpoint's folder on each disk", self.count)
+            self.count = max((count for count in counts if count), default=None)
         if self.main:
             with contextlib.suppress(OSError):
                 mark.unlink()
@@ -171,13 +174,15 @@ class Save:
         if any(keeper for *_, keeper in outcomes):
             [state, *_] = self.together("share the checkpoint's state", state if self.main else None)
         if self.rank == self.keeper and not self.error:
-            here = [files for _, files, keeper in outcomes if keeper == self.keeper]
-            try:
-                self.complete({name: of_file for files in here for name, of_file in files.items()}, state)
-            except (OSError, names.Unsafe) as problem:
-                self.error = str(problem)
-        outcomes = self.together("complete the checkpoint", self.error)
-        self.error = next((error for error in outcomes if error), None)
+            every: dict[str, Entry] = {}
+            for _, files, keeper in outcomes:
+                elsewhere = {} if keeper == self.keeper else {"keeper": keeper}
+                every |= {name: of_file | elsewhere for name, of_file in files.items()}
+            self.attempt(self.complete, every, state)
+        self.agree("complete the checkpoint")
+        if self.rank == self.keeper and not self.error:
+            self.attempt(self.publish)
+        self.agree("put the checkpoint in its place")
         if self.error:
             self.give_up()
         elif self.rank == self.keeper and self.keep:
@@ -188,20 +193,32 @@ class Save:
                 for old in known[max(self.keep - 1, int(self.best in known)) :]:
                     shutil.rmtree(old, ignore_errors=True)
 
-    def complete(self, files: dict[str, dict[str, int | str]], state: dict[str, Any]) -> None:
-        """Writes the manifest, and moves the files to their place. files: {name: size and hash} of the ranks' files on
-        this disk."""
+    def attempt(self, action: Callable[..., None], *values: Any) -> None:
+        try:
+            action(*values)
+        except (OSError, names.Unsafe) as problem:
+            self.error = str(problem)
+
+    def agree(self, what: str) -> None:
+        """Waits for the other ranks. `error` is then the first one of any rank."""
+        self.error = next((error for error in self.together(what, self.error) if error), None)
+
+    def complete(self, files: dict[str, Entry], state: dict[str, Any]) -> None:
+        """Writes the state and the manifest. files: {name: ENTRY} of all ranks' files."""
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
-        if (self.temporary / STATE).stat().st_size > readers.LARGEST:
-            raise OSError(f"what it holds besides tensors takes more than {readers.LARGEST >> 20} MiB")
+        if readers.values_in(readers.bytes_of(self.temporary / STATE)) > readers.MOST:
+            raise OSError(f"what it holds besides tensors is more than {readers.MOST:,} values")
         for name in names.files_below(self.temporary):
             names.inside(self.temporary, name)  # a hook of the script may have made a symlink
             files[name] = files.get(name) or entry(self.temporary / name)
         write_json(self.temporary / MANIFEST, files)
         sync(self.temporary)
+
+    def publish(self) -> None:
+        """Moves the files to their place, when they are complete on all disks."""
         if self.folder.exists():  # the script may have made it in the meantime
             os.rename(self.temporary, self.folder / STAGED)
-            take_over(self.folder, files)
+            take_over(self.folder, manifest_of(self.folder / STAGED))
         else:
             os.rename(self.temporary, self.folder)
             sync(self.folder.parent)
@@ -252,7 +269,7 @@ def moved_or_sound(staged: Path, folder: Path, name: str, wanted: Entry) -> bool
     try:
         return is_as_written(staged / name, wanted)
     except FileNotFoundError:
-        return is_as_written(names.inside(folder, name), wanted)
+        return "keeper" in wanted or is_as_written(names.inside(folder, name), wanted)
 
 
 def take_over(folder: Path, new: Mapping[str, object]) -> None:
@@ -367,8 +384,10 @@ def damage(folder: Path, rank: int, processes: int) -> str | None:
         return f"its {MANIFEST} is none of ours: {error}"
     except DAMAGE as error:
         return str(error) if isinstance(error, readers.Damaged) else f"no readable {MANIFEST} ({type(error).__name__})"
-    if missing := sorted(name for name in {*manifest, STATE} if not (folder / name).is_file()):
+    absent = {name for name in {*manifest, STATE} if not (folder / name).is_file()}
+    if missing := sorted(name for name in absent if "keeper" not in manifest.get(name, {})):
         return f"files {missing} are missing"
+    manifest = {name: manifest[name] for name in manifest.keys() - absent}
     if STATE not in manifest:
         return f"{STATE} is not in its {MANIFEST}"
     if rank < ranks_that_saved(folder) and f"rank{rank}.safetensors" not in manifest:
@@ -393,25 +412,33 @@ def ranks_that_saved(folder: Path) -> int:
 
 def files_of_ranks(folder: Path) -> dict[int, Path]:
     """{rank: file of its tensors} of a checkpoint that `unsound` has found sound, in the order of ranks."""
-    ranks = {int(own[1]): name for name in manifest_of(folder) if (own := RANKS_FILE.fullmatch(name))}
+    there = [name for name in manifest_of(folder) if (folder / name).is_file()]  # others are on other machines' disks
+    ranks = {int(own[1]): name for name in there if (own := RANKS_FILE.fullmatch(name))}
     return {rank: folder / ranks[rank] for rank in sorted(ranks)}
 
 
 def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
     """The checkpoint to resume from, the same on all ranks: the folder `wanted`, or if it is None the newest intact one
-    in output_dir, or None if there is none. It may be one of Accelerate's. Raises Refused if `wanted` is damaged, or
-    every one in output_dir that was complete once."""
+    in output_dir, or None if no machine has one. It may be one of Accelerate's. Raises Refused if `wanted` is damaged,
+    or every one in output_dir that was complete once, or if the machines' disks have different ones."""
     process, damaged = PartialState(), None  # the newest one, and why
-    folders = candidates(output_dir) if wanted is None else [Path(wanted)]
-    [folders] = broadcast_object_list([folders])
-    for folder in folders:
+    folders = candidates(output_dir) if wanted is None and process.is_main_process else []
+    [wanted, output_dir, folders] = broadcast_object_list([wanted, output_dir, folders])
+    if wanted is None and process.is_local_main_process and not process.is_main_process:
+        with contextlib.suppress(OSError):
+            folders = folders + candidates(output_dir)  # what is on the disk of this machine
+    listed = [folders] if wanted is None else [[Path(wanted)]]
+    for folder in dict.fromkeys(folder for each in gather_object(listed) for folder in each):
         here = process.process_index, process.num_processes
         reason = None if is_accelerates(folder) else unsound(folder, *here)
         launcher.wait_for_all("verify the checkpoint")
         if reason and process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
             reason += f" on {socket.gethostname()}"
-        told = gather_object([(reason, (folder / MANIFEST).exists())])
-        reasons = [reason for reason, _ in told if reason]
+        told = gather_object([(reason, (folder / MANIFEST).exists(), identity(folder), socket.gethostname())])
+        reasons = [reason for reason, *_ in told if reason]
+        reasons += [
+            f"{host} has another one of that name than {told[0][3]}" for *_, one, host in told if one != told[0][2]
+        ]
         if not reasons:
             return folder
         if wanted is not None:
@@ -419,7 +446,7 @@ def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
                 f"the checkpoint {folder} cannot be resumed: {reasons[0]}. Take another one, or none: "
                 "then the newest complete one of the project folder is loaded"
             )
-        if any(complete for _, complete in told):  # the others were never complete, as after a kill
+        if any(complete for _, complete, *_ in told):  # the others were never complete, as after a kill
             damaged = damaged or f"{folder}: {reasons[0]}"
         process.print(f"skipping {folder}: {reasons[0]}")
     if damaged:

@@ -10,7 +10,8 @@ from typing import Any
 
 from faithful.disk.names import opened, short
 
-LARGEST = 1 << 28  # bytes of a file of ours: what it says is held in memory, in many times as many
+LARGEST = 1 << 27  # bytes of a JSON file of ours, and half as many as of metrics.jsonl
+MOST = 4_000_000  # values in it, each of which takes up to 150 bytes of memory; in metrics.jsonl twice as many
 DEEPEST = 200  # objects and lists in one another
 
 
@@ -18,12 +19,12 @@ class Damaged(ValueError):
     """A file does not hold what it should. The message is one line that names the file."""
 
 
-def bytes_of(path: Path | str) -> bytes:
-    """The bytes of a regular file. Raises OSError, which names it."""
+def bytes_of(path: Path | str, times: int = 1) -> bytes:
+    """The bytes of a regular file, at most LARGEST, `times` as many. Raises OSError, which names it."""
     try:
         with os.fdopen(opened(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size > LARGEST:
-                raise OSError(errno.EFBIG, f"larger than {LARGEST >> 20} MiB", str(path))
+            if os.fstat(file.fileno()).st_size > times * LARGEST:
+                raise OSError(errno.EFBIG, f"larger than {times * LARGEST >> 20} MiB", str(path))
             return file.read()
     except OSError as error:
         if error.errno and not error.filename:  # an error in reading knows the descriptor alone
@@ -31,10 +32,18 @@ def bytes_of(path: Path | str) -> bytes:
         raise
 
 
+def values_in(text: bytes) -> int:
+    """How many values a JSON text holds, at most."""
+    return 1 + sum(map(text.count, (b",", b"[", b"{")))
+
+
 def value_of(path: Path | str) -> Any:
     """The value in a JSON file. Raises Damaged, and OSError where it cannot be read."""
+    text = bytes_of(path)
+    if values_in(text) > MOST:
+        raise Damaged(f"{path} holds more than {MOST:,} values")
     try:
-        return parsed(bytes_of(path))
+        return parsed(text)
     except RecursionError:
         raise Damaged(f"{path} is nested too deep") from None
     except ValueError as error:
@@ -110,9 +119,12 @@ def rows_of(path: Path | str) -> tuple[list[tuple[str, dict[str, Any]]], int]:
     """([(line, row)], number of damaged lines) of a file with a JSON object in each line, as a crash leaves it: whole
     lines are read, torn ones counted. Without a file ([], 0). Raises OSError if it cannot be read."""
     try:
-        lines = bytes_of(path).split(b"\n")
+        text = bytes_of(path, 2)
     except FileNotFoundError:
         return [], 0
+    if values_in(text) > 2 * MOST:
+        raise OSError(errno.EFBIG, f"more than {2 * MOST:,} values", str(path))
+    lines = text.split(b"\n")
     whole, damaged = [], 0
     for line in filter(bytes.strip, lines):
         try:

@@ -1,6 +1,7 @@
 """Two machines whose folders of the same name are on disks of their own."""
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import distance, metrics, record, train
 
+from faithful.checkpoint import checkpoints
 from shared.args import Refused
 from tools import export
 
@@ -44,9 +46,13 @@ def machine_of_its_own(run, disks):
     return before
 
 
-def trained(config, run, disks, *argv, **kwargs):
+def trained(config, run, disks, *argv, also=lambda rank: None, **kwargs):
     run.mkdir(exist_ok=True)
-    return train(config, run, *STEPS, *argv, before=machine_of_its_own(run, disks), **kwargs)
+    own = machine_of_its_own(run, disks)
+    return train(config, run, *STEPS, *argv, before=lambda rank: (own(rank), also(rank)), **kwargs)
+
+
+LATEST = ("--resume_from_checkpoint", "latest")
 
 
 CONFIGS = ["fsdp_bf16", "ddp_bf16", "ddp_fp8_msamp_o3", pytest.param("zero2_bf16", marks=pytest.mark.slow)]
@@ -87,3 +93,84 @@ def test_who_lacks_a_file_is_named(tmp_path):
     assert f"skipping {run}/checkpoint-6: {said}" in log
     assert f"resumed from {run}/checkpoint-3 at step 3" in log
     assert json.loads((newest / "trainer_state.json").read_text())["steps"]["taken"] == 6
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("checkpoint-*/*")}
+
+
+@pytest.fixture(scope="module")
+def disks(tmp_path_factory):
+    """The disks of two runs of two machines: {"run", "again"}."""
+    folder = tmp_path_factory.mktemp("disks")
+    for name in ("run", "again"):
+        trained("fsdp_bf16", folder / "mount", folder / name)
+    return folder
+
+
+def test_checkpoints_of_two_runs_are_never_mixed(disks, tmp_path):
+    """Machine 1 has checkpoint-6 of another run: the newest that both have is loaded, or none, with a line."""
+    mixed, run = shutil.copytree(disks / "run", tmp_path / "mixed"), tmp_path / "run"
+    shutil.rmtree(mixed / "1" / "checkpoint-6")
+    shutil.copytree(disks / "again" / "1" / "checkpoint-6", mixed / "1" / "checkpoint-6")
+    trained("fsdp_bf16", run, mixed, *LATEST)
+    log = (tmp_path / "run.log").read_text()
+    assert f"skipping {run}/checkpoint-6: node1 has another one of that name than node0" in log
+    assert f"resumed from {run}/checkpoint-3 at step 3" in log
+    shutil.rmtree(mixed / "1")
+    shutil.copytree(disks / "again" / "1", mixed / "1")
+    before = contents(mixed)
+    trained("fsdp_bf16", run, mixed, *LATEST, code=2)
+    assert "node1 has another one of that name than node0" in (tmp_path / "run.log").read_text()
+    assert contents(mixed) == before
+
+
+@pytest.mark.parametrize("lost", ["0", "1"])
+def test_a_machine_that_lost_its_disk_does_not_start_anew_and_nothing_is_deleted(disks, tmp_path, lost):
+    left = shutil.copytree(disks / "run", tmp_path / "left")
+    shutil.rmtree(left / lost)
+    before = contents(left)
+    trained("fsdp_bf16", tmp_path / "run", left, *LATEST, "--save_total_limit", 1, code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert f"refused: no checkpoint can be resumed, {tmp_path}/run/checkpoint-6: no readable manifest.json" in log
+    assert f"on node{lost}" in log and contents(left) == before
+
+
+def test_a_disk_that_is_full_on_one_machine_leaves_the_older_checkpoint_on_both(tmp_path):
+    def full(rank):
+        write = checkpoints.write_json
+
+        def fails(path, value):
+            if rank == 1 and path.name == "manifest.json" and "checkpoint-6" in str(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(path, value)
+
+        checkpoints.write_json = fails
+
+    run, disks = tmp_path / "run", tmp_path / "disks"
+    trained("fsdp_bf16", run, disks, also=full, code=1)
+    assert "checkpoint-6 could not be written" in (tmp_path / "run.log").read_text()
+    for rank in (0, 1):
+        assert [path.name for path in (disks / str(rank)).glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_all_files_in_one_folder_are_one_checkpoint(disks, tmp_path):
+    """As docs/machines.md says, of export and of a run on one machine; the manifest of either machine is whole."""
+    whole = shutil.copytree(disks / "run" / "0", tmp_path / "whole")
+    shutil.copytree(disks / "run" / "1", whole, dirs_exist_ok=True)
+    export.export(whole, step=3)
+    shutil.rmtree(whole / "checkpoint-6")
+    train("fsdp_bf16", whole, *STEPS, *LATEST)
+    assert metrics(whole) == metrics(disks / "run" / "0") and distance(whole, disks / "run" / "0") == 0
+
+
+def test_data_that_differ_between_machines_are_refused(tmp_path):
+    def other(rank):
+        from shared import images
+
+        images.Images.fingerprint = lambda self: f"{rank}of-machine-{rank}"
+
+    trained("ddp_bf16", tmp_path / "run", tmp_path / "disks", also=other, code=2)
+    said = "refused: --dataset is not the same everywhere: 0of-machine- on node0, 1of-machine- on node1"
+    assert said in (tmp_path / "run.log").read_text()
+    assert not [*tmp_path.glob("disks/*/*")]

@@ -1,6 +1,7 @@
 """A run's folder is its own: what others have put there stays, and no run touches another's."""
 
 import functools
+import json
 import os
 import shutil
 
@@ -9,6 +10,7 @@ from conftest import metrics, train
 from loop import loop
 
 from faithful.checkpoint import checkpoints
+from faithful.disk import readers
 from faithful.evidence import record as records
 from faithful.launch import launcher
 
@@ -90,3 +92,23 @@ def test_two_runs_of_one_second_have_two_folders(monkeypatch):
     monkeypatch.setattr(records.time, "strftime", lambda *_: "20260101-000000")
     plan = type("Plan", (), {"config": "ddp_bf16"})
     assert records.default_folder(plan) != records.default_folder(plan)
+
+
+def test_a_file_of_very_many_values_is_refused_before_they_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers.json, "loads", None)
+    many = tmp_path / "many.json"
+    many.write_bytes(b"[" + b"{}," * (readers.MOST // 2) + b"{}]")
+    with pytest.raises(readers.Damaged, match="many.json holds more than 4,000,000 values"):
+        readers.value_of(many)
+    many.write_bytes(b'{"a":1}\n' * (2 * readers.MOST + 1))
+    with pytest.raises(OSError, match="more than 8,000,000 values"):
+        readers.rows_of(many)
+
+
+@pytest.mark.parametrize("counter", [(1 << 40) + 1, 2**63 - 1])
+def test_a_counter_that_no_run_reaches_makes_no_other_checkpoint_the_oldest(finished, tmp_path, counter):
+    run = shutil.copytree(finished, tmp_path / "run")
+    state = run / "checkpoint-2" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"counter": counter}))
+    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-3", "checkpoint-2"]
+    assert checkpoints.next_count(run) == 4
