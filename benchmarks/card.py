@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from harness import ROOT, arguments, furthest, losses, made, save
+from harness import ROOT, arguments, command, furthest, losses, made, save
 
 RESULT = ROOT / "results" / "card.json"
 WORDS = ["vit", "--max_steps", "20", "--logging_steps", "1", "--seed", "0"]
@@ -24,7 +24,8 @@ def main():
     parser.add_argument("--only", nargs="+", metavar="CONFIG")
     args = parser.parse_args()
     there = json.loads(Path(args.launched).read_text())
-    found = made(RESULT, configs={})["configs"]
+    before = made(RESULT, configs={}, command=None)
+    found = before["configs"]
     about = {name: there[name] for name in ("device", "versions", "date", "commit", "command")}
     for config, run in there["runs"].items():
         if not run.get("loss") or args.only and config not in args.only:
@@ -34,7 +35,8 @@ def main():
         here = here if isinstance(here, str) else here[: len(run["loss"])]  # the evaluation comes after the last step
         found[config] = furthest(here, run["loss"])
         print(f"{config:36}", found[config], flush=True)
-        save(RESULT, {"card": about, "configs": found}, ("accelerate", "torchao"))
+        figures = {"command": command(before["command"]), "card": about, "configs": found}
+        save(RESULT, figures, ("accelerate", "torchao"))
 
 
 if __name__ == "__main__":

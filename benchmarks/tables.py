@@ -137,6 +137,54 @@ def speed(figures):
     )
 
 
+WAYS = {"bf16": "bf16", "ao": "torchao, tensorwise", "te": "TransformerEngine, delayed"}
+HOW = {"compile": ", compiled", "ro": ", compiled with reduce-overhead", "graph": ", the step in one CUDA graph"}
+
+
+def ms(name, row, base):
+    """A row of speed_h200."""
+    model, way, *how = name.removesuffix(" (second run)").split("-")
+    words = WAYS.get(way, f"MS-AMP's {way}") + (HOW[how[0]] if how else "") + (" (again)" if name.endswith(")") else "")
+    cells = (f"{row['ms']:.1f}", f"{row['ms'] / base:.2f}", f"{row['kernel_ms']:.1f}", f"{row['host_ms']:.1f}")
+    return [model, words, *cells, f"{row['kernels']:,}", f"{row['peak_GiB']:.1f}"]
+
+
+def speed_h200(figures):
+    cases = figures["cases"]
+    rows = [ms(name, row, cases[f"{name.partition('-')[0]}-bf16-compile"]["ms"]) for name, row in sorted(cases.items())]
+    heads = ["model", "how", "step, ms", "over compiled bf16", "kernels, ms", "host, ms", "kernels", "peak, GiB"]
+    versions = ", ".join(f"{name} {figures['versions'][name]}" for name in ("torch", "triton", "transformer_engine"))
+    about = f"{figures['device']}; {versions}; commit {figures['commit']}; {figures['date']}"
+    return f"{about}; {figures['how']}:\n\n{report.table(heads, rows)}"
+
+
+def card(figures):
+    """How far the losses of a rehearsal are from those of the card, the largest first."""
+    there, found = figures["card"], figures["configs"]
+    rows = sorted(((value, name) for name, value in found.items() if not isinstance(value, str)), reverse=True)
+    table = report.table(["config", "largest difference of a loss"], [[f"`{n}`", f"{v:.2%}"] for v, n in rows])
+    failed = "".join(f"\n\n`{name}` did not train here: {why}" for name, why in found.items() if isinstance(why, str))
+    about = f"{there['device']}, torch {there['versions']['torch']}, commit {there['commit']}, {there['date']}"
+    return f"{came_from(figures)} against {about}, `{there['command']}`:\n\n{table}{failed}"
+
+
+def versions(figures):
+    """Per set of versions and config the largest relative difference of a loss to the pinned set's."""
+    sets = figures["sets"]
+    names = dict.fromkeys(name for row in sets.values() for name in row["configs"])
+    heads = ["config, recipe"]
+    for which, row in sets.items():
+        found = row["versions"]
+        newest = ", ".join(f"{package} {found[package]}" for package in ("torch", "transformers"))
+        heads.append(f"`{which}`: Python {found['python']}, {newest}")
+
+    def cell(value):
+        return "not run" if value is None else value if isinstance(value, str) else f"{value:.1g}" if value else "equal"
+
+    rows = [[name, *(cell(row["configs"].get(name)) for row in sets.values())] for name in names]
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
+
+
 def clients(figures):
     """One line per script, one column per config."""
     rows, configs = {}, list(dict.fromkeys(row["config"] for row in figures["rows"]))
@@ -372,6 +420,9 @@ TABLES = {
     "results/amp8_fsdp.json": fsdp,
     "results/step_time.json": step_times,
     "results/fp8_speed.json": speed,
+    "results/h200/speed.json": speed_h200,
+    "results/card.json": card,
+    "results/versions.json": versions,
     "results/clients.json": clients,
     "results/peer_tests.json": peers,
     "results/wrapper.json": wrapper,

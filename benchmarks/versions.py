@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import ROOT, arguments, furthest, losses, made, save
+from harness import ROOT, arguments, command, furthest, losses, made, save
 
 STEPS = ["--max_steps", "6", "--logging_steps", "1"]
 CI = [
@@ -62,7 +62,7 @@ def main():
     parser.add_argument("--ci", action="store_true", help="ten configs, and nothing is written")
     parser.add_argument("--configs", nargs="+", default=CONFIGS, metavar="CONFIG/RECIPE")
     args = parser.parse_args()
-    configs, failed, found = CI if args.ci else args.configs, [], made(RESULT, sets={})
+    configs, failed, found = CI if args.ci else args.configs, [], made(RESULT, sets={}, command=None)
     with tempfile.TemporaryDirectory() as folder:
         pinned = {}
         for which in args.sets:
@@ -80,7 +80,7 @@ def main():
             row["configs"] = before["configs"] | row["configs"]
             found["sets"][which] = row
             if not args.ci:
-                save(RESULT, {"sets": found["sets"]}, PACKAGES)
+                save(RESULT, {"command": command(found["command"]), "sets": found["sets"]}, PACKAGES)
     if args.ci and failed:
         sys.exit(f"trains otherwise than with the pinned versions, or not at all: {', '.join(failed)}")
 
