@@ -125,7 +125,7 @@ def test_checkpoints_of_two_runs_are_never_mixed(disks, tmp_path):
     assert contents(mixed) == before
 
 
-@pytest.mark.parametrize("lost", ["0", "1"])
+@pytest.mark.parametrize("lost", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_machine_that_lost_its_disk_does_not_start_anew_and_nothing_is_deleted(disks, tmp_path, lost):
     left = shutil.copytree(disks / "run", tmp_path / "left")
     shutil.rmtree(left / lost)
@@ -154,6 +154,7 @@ def test_a_disk_that_is_full_on_one_machine_leaves_the_older_checkpoint_on_both(
         assert [path.name for path in (disks / str(rank)).glob("checkpoint-*")] == ["checkpoint-3"]
 
 
+@pytest.mark.slow
 def test_all_files_in_one_folder_are_one_checkpoint(disks, tmp_path):
     """As docs/machines.md says, of export and of a run on one machine; the manifest of either machine is whole."""
     whole = shutil.copytree(disks / "run" / "0", tmp_path / "whole")
