@@ -165,7 +165,7 @@ def card(figures):
     table = report.table(["config", "largest difference of a loss"], [[f"`{n}`", f"{v:.2%}"] for v, n in rows])
     failed = "".join(f"\n\n`{name}` did not train here: {why}" for name, why in found.items() if isinstance(why, str))
     about = f"{there['device']}, torch {there['versions']['torch']}, commit {there['commit']}, {there['date']}"
-    return f"{came_from(figures)} against {about}, `{there['command']}`:\n\n{table}{failed}"
+    return f"{came_from(figures)} against {about}:\n\n{table}{failed}"
 
 
 def versions(figures):
@@ -179,7 +179,7 @@ def versions(figures):
         heads.append(f"`{which}`: Python {found['python']}, {newest}")
 
     def cell(value):
-        return "not run" if value is None else value if isinstance(value, str) else f"{value:.1g}" if value else "equal"
+        return "-" if value is None else value if isinstance(value, str) else f"{value:.1g}" if value else "equal"
 
     rows = [[name, *(cell(row["configs"].get(name)) for row in sets.values())] for name in names]
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
