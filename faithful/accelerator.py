@@ -86,7 +86,7 @@ class Accelerator(accelerate.Accelerator):
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
         self.forward_passes, self.backward_passes = Passes(), 0
-        self.computed = 0, 0  # both at the last micro-batch
+        self.computed = self.updated = 0, 0  # both at the last micro-batch, and at the last update
         self.resumed = False
         self.checkpoints = saving.Checkpoints(self.record, self.project_configuration, self.default_folder)
         self.steps = Steps(self.num_processes, self.checkpoints.newest_complete)
@@ -154,7 +154,7 @@ class Accelerator(accelerate.Accelerator):
                 self.models.append(PreparedModel(module, converted.get(at)))
                 if self.backend.codes or not self.strategy.replicates:
                     whole_weights.saved_whole(self.models[-1], self.get_state_dict)
-                if at in converted and self.strategy.exchanges_in_passes:
+                if at in converted and self.num_processes > 1:
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
@@ -334,6 +334,8 @@ class Accelerator(accelerate.Accelerator):
             if model.live is not None and optimizer in model.optimizers:
                 model.live.before_update(optimizer)
         inner, counts = optimizer.optimizer, self.is_leading(optimizer)  # pyrefly: ignore[missing-attribute]
+        before, self.updated = self.updated, (self.forward_passes.count, self.backward_passes)
+        self.steps.passes(*(now - then for now, then in zip(self.updated, before, strict=True)))
         found_inf = self.steps.check(self.norms.of(optimizer), self.scaler, inner, counts)
         for evidence in self.evidence:
             if optimizer in evidence.optimizers and not evidence.complete:

@@ -47,13 +47,19 @@ class DDP(Strategy):
             build_reducer(model)
             model.averaged = now  # pyrefly: ignore[bad-argument-type]
 
+    def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Looks before the processes exchange anything else whether this one's gradients are averaged."""
+        if isinstance(model, DistributedDataParallel):
+            model._check_reducer_finalized()
+
     def explain(self, error: str) -> Refused | None:
         if "Expected to have finished reduction in the prior iteration" not in error:
             return None
         return Refused(
-            "a parameter got no gradient in the last backward pass, and DDP waits for those of all: keep it out of the "
-            "loss for good (requires_grad_(False) before prepare), do not replace it after prepare (a tied weight), or "
-            "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+            "a parameter got no gradient in the last backward pass of this process, and DDP waits for those of all: "
+            "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if a part of the model "
+            "is not used in each step, keep it out of the loss for good (requires_grad_(False) before prepare), or do "
+            "not replace it after prepare (a tied weight)"
         )
 
 

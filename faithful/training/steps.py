@@ -29,6 +29,15 @@ AGREE_SECONDS = 0.1
 WARMUP_STEPS = 3  # not timed: they allocate, compile and count
 SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a different order
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
+APART = "LocalSGD, a step inside no_sync, or gradients that the script sets by hand: leave that out"
+NO_BACKWARD = (
+    "it steps without accelerator.backward, and torch.autograd.grad, or gradients set by hand, are this process's own: "
+    "average them, gradient = accelerator.reduce(gradient, 'mean')"
+)
+ONE_GRAPH = (
+    "more backward passes than forward passes, and DDP averages the first one's gradients alone: add the losses and "
+    "call backward once, without retain_graph"
+)
 MASKED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # with fused=True
 
 
@@ -66,6 +75,7 @@ class Steps:
         self.norm: float | None = None
         self.loss: float | None = None
         self.device: torch.device | None = None  # of the losses
+        self.apart = APART  # why gradients may not be averaged
         self.divided = True  # whether Accelerate divides the losses by their number; else their sum is the step's
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times: list[float] = []
@@ -119,6 +129,10 @@ class Steps:
         heard = process.told_to_stop() if self.num_processes == 1 else self.heard
         self.stopping = self.stopping or heard  # here, as some processes may have called `settle` before
         return (norm - norm).ne(0).float() if late else None
+
+    def passes(self, forward: int, backward: int) -> None:
+        """What the script has done since the last update: so many passes."""
+        self.apart = NO_BACKWARD if not backward else ONE_GRAPH if backward > forward else APART
 
     def settle(self) -> None:
         """Reads what the last check has sent, if the host has not yet. Raises Diverged, with `taken` and `tried` as
@@ -188,8 +202,7 @@ class Steps:
             each = ", ".join(f"{norm:.4g}" for norm in norms)
             raise Refused(
                 f"the gradients were not averaged over the processes, their norms are {each}: each would "
-                "train a model of its own (LocalSGD, or a step inside no_sync). Leave that out, or use a "
-                "single config"
+                f"train a model of its own ({self.apart}), or use a single config"
             )
         self.next_exchange = checked + 1
         if self.excluded >= WARMUP_STEPS and seconds > 0:  # all ranks compute the same number
