@@ -75,6 +75,7 @@ class FSDP(Strategy):
         those of process 0 are sent to all where the config says it and they differ."""
         plan = self.plan
         guard.refuse_complex(model, "FSDP2")
+        guard.refuse_sparse(model, "FSDP2")
         if plan.sync_module_states and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], accelerator.device)
         if trained := ignored_and_trained(plan, model):
@@ -176,7 +177,9 @@ class FSDP(Strategy):
         super().restore(model, optimizer, parts)
 
     def explain(self, error: str) -> Refused | None:
-        if said := needs_whole_model(error) or mixes_shards(error):
+        if said := needs_whole_model(error) or mixes_shards(error) or guard.copied(error, "FSDP2"):
+            return said
+        if self.plan.precision != "fp32" and (said := guard.in_two_dtypes(error, "FSDP2 gathers weights in 16 bit")):
             return said
         if "setStorage" in error and "storage of size 0" in error:
             return Refused(
@@ -268,6 +271,9 @@ def shard(
                 f"activation checkpointing computes blocks again, and {type(model).__name__} names none and repeats "
                 "none: set _no_split_modules to the names of their classes, or leave fsdp_activation_checkpointing out"
             )
+    if plugin.auto_wrap_policy is not None:
+        guard.refuse_tied_blocks(model, plugin.transformer_cls_names_to_wrap or ())
+    guard.make_contiguous(model)
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
     if plan.ram_efficient:

@@ -1,6 +1,12 @@
 """What the engines of other packages cannot do as torch does, and what is refused of it, in one line each."""
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
 
@@ -23,6 +29,81 @@ def refuse_complex(model: nn.Module, engine: str) -> None:
             f"{', '.join(names[:3])}: {engine} holds no complex parameters together with real ones, and rounds "
             "them to real ones in 16 bit: use a ddp config"
         )
+
+
+def refuse_shards(model: nn.Module, strategy: str) -> None:
+    """A config says how a model is distributed, so a script does not."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise Refused(
+            f"{type(model).__name__} is sharded before prepare(), by transformers' DistributedConfig or tp_plan, or by "
+            f"torch, and the config asks for {strategy}: load it whole, without that, and let a config shard it"
+        )
+
+
+def refuse_sparse(model: nn.Module, engine: str) -> None:
+    """FSDP2 and DeepSpeed average gradients in flat, dense pieces."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    modules = [(at, module) for at, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
+    if names := [at or "the model" for at, module in modules if module.weight.requires_grad]:
+        raise Refused(
+            f"{', '.join(names[:3])}: {engine} takes no sparse gradients: leave sparse=True out, or use a ddp config"
+        )
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """FSDP2 and DeepSpeed hold parameters as flat pieces, so no strides of the script's (transposed, channels_last)."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def refuse_tied_blocks(model: nn.Module, classes: Iterable[str]) -> None:
+    """FSDP2 gathers and frees a block's weights with the block. classes: the names of those of the blocks."""
+    block_of, blocks, names = {}, defaultdict(set), {}
+    for at, module in model.named_modules():
+        block_of[at] = at if type(module).__name__ in classes else block_of.get(at.rpartition(".")[0], "")
+        for name, parameter in module.named_parameters(recurse=False):
+            blocks[id(parameter)] |= {block_of[at]} - {""}
+            names.setdefault(id(parameter), f"{at}.{name}")
+    if tied := [key for key, of_weight in blocks.items() if len(of_weight) > 1]:
+        raise Refused(
+            f"{names[tied[0]]} is tied between {' and '.join(sorted(blocks[tied[0]])[:2])}, which FSDP2 gathers one by "
+            "one: untie them, say fsdp_auto_wrap_policy: NO_WRAP, or use a ddp config"
+        )
+
+
+def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """DeepSpeed knows the parameters of its model alone."""
+    own = set(map(id, model.parameters()))
+    if strangers := sum(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise Refused(
+            f"the optimizer updates {strangers} tensors that are not in the model, perhaps the loss's, and DeepSpeed "
+            "cannot: make them parameters of the model, or give them an optimizer of their own under a ddp config"
+        )
+
+
+def copied(error: str, engine: str) -> Refused | None:
+    """What an error says of a copy of a prepared model, or None."""
+    if "does not support deepcopy" not in error and not re.search(r"cannot pickle '\S*ProcessGroup'", error):
+        return None
+    return Refused(
+        f"the script copies a model after prepare(), AveragedModel(model) perhaps, and {engine} holds it in parts that "
+        "cannot be copied: make the copy before prepare(), or use a ddp config"
+    )
+
+
+def in_two_dtypes(error: str, engine: str) -> Refused | None:
+    """What an error says of 16-bit weights that meet fp32 tensors, or None."""
+    mixed = (
+        "have the same dtype|expected dtype float for `(end|weight)`|Input type .* should be the same|mixed dtype|"
+        "expected scalar type|unsupported ScalarType"
+    )
+    if not re.search(mixed, error):
+        return None
+    return Refused(
+        f"{engine}, and the script computes with fp32 tensors of its own beside them ({error.splitlines()[0]}), where "
+        "it switches autocast off, perhaps: use a ddp config"
+    )
 
 
 def second_pass(error: str) -> Refused | None:

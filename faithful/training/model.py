@@ -15,6 +15,7 @@ from faithful.evidence.evidence import Evidence, Layers, refuse_other_launch
 from faithful.models import dtypes
 from faithful.models.blocks import compile_blocks
 from faithful.models.live import Live
+from faithful.strategies import guard
 from faithful.strategies.base import Strategy, parameter_ids
 from faithful.tensors.names import unwrapped
 
@@ -70,6 +71,7 @@ def trains(argument: object) -> TypeGuard[nn.Module]:
 def convert(accelerator: "Accelerator", model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Layers:
     """Converts a model in place as planned. Returns its Layers before the conversion."""
     plan, strategy, backend = accelerator.plan, accelerator.strategy, accelerator.backend
+    guard.refuse_shards(model, plan.strategy)
     of_model = set(map(id, model.parameters()))
     optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
     layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))

@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
@@ -134,6 +133,9 @@ class ZeRO(GradientsElsewhere, Strategy):
                 "torch.ones(1) has, or use a ddp config"
             )
         guard.refuse_complex(model, "DeepSpeed")
+        guard.refuse_sparse(model, "DeepSpeed")
+        guard.refuse_strangers(model, optimizer)
+        guard.make_contiguous(model)
         refuse_optimizers_of_matrices(plan, optimizer, accelerator.device)
         # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.
         # Under fp32 it takes no others, not even frozen ones.
@@ -402,17 +404,11 @@ class ZeRO(GradientsElsewhere, Strategy):
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
 
     def explain(self, error: str) -> Refused | None:
-        if said := needs_whole_model(error) or guard.second_pass(error):
+        if said := needs_whole_model(error) or guard.second_pass(error) or guard.copied(error, "DeepSpeed"):
             return said
         if self.plan.ram_efficient and (said := meta_init.explain(error, "zero3_init_flag")):
             return said
-        mixed = "expected dtype float for `end`|Input type .* should be the same|must have the same dtype"
-        if not re.search(mixed + "|unsupported ScalarType", error):
-            return None
-        return Refused(
-            f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit, without autocast, and the script "
-            f"computes with fp32 tensors of its own beside them ({error}): use a ddp or fsdp config"
-        )
+        return guard.in_two_dtypes(error, f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit")
 
 
 def refuse_optimizers_of_matrices(plan: "Plan", optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -1,0 +1,134 @@
+"""What plain torch trains and an engine cannot: each is refused in one line, with its own reason, or trains."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+from accelerate import DistributedDataParallelKwargs
+from accelerate.utils import set_seed
+from conftest import Ranks, distance, record, train
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.optim.swa_utils import AveragedModel
+
+from faithful import Accelerator
+
+WIDTH, STEPS = 32, 3
+
+
+class Block(nn.Module):
+    def __init__(self, island):
+        super().__init__()
+        self.island, self.linear, self.gate = island, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=not self.island and torch.is_autocast_enabled("cpu")):
+            gate = self.gate(x.float() if self.island else x).sigmoid()
+        return x + self.linear(x).tanh() * gate.to(x.dtype)
+
+
+class Net(nn.Module):
+    _no_split_modules = ["Block"]
+
+    def __init__(self, what):
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH, sparse=what == "sparse")
+        self.conv = nn.Conv2d(2, WIDTH, 4)
+        self.blocks = nn.ModuleList(Block(what == "island") for _ in range(2))
+        self.tower, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, ids, tower):
+        x = self.embed(ids)
+        x = x + self.conv(x.view(-1, 2, 4, 4)).flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.tower(x) if tower else x)
+
+
+def built(what):
+    set_seed(0)
+    model = Net(what)
+    if what == "other_strides":
+        model.conv.to(memory_format=torch.channels_last)
+        model.tower.weight = nn.Parameter(model.tower.weight.detach().t().contiguous().t())
+        assert not model.conv.weight.is_contiguous() and not model.tower.weight.is_contiguous()
+    if what == "tied_blocks":
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    return model
+
+
+def script(what):
+    """What a rank runs: some steps in which something is done that not every engine has a way for."""
+    kwargs = DistributedDataParallelKwargs(find_unused_parameters=what == "parts_found")
+    accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=[kwargs])
+    model, weight = built(what), nn.Parameter(torch.zeros(1))
+    trained = [*model.parameters(), *([weight] if what == "loss" else [])]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    if what == "sharded":
+        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.data, init_device_mesh("cpu", (2,))))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if what == "averaged":
+        AveragedModel(model)
+    for step in range(STEPS):
+        ids = torch.arange(8) + 8 * (step + accelerator.process_index)
+        alone = what in ("parts", "parts_found") and accelerator.process_index and step
+        loss = (model(ids, not alone).float() - ids.view(-1, 1) / 64).square().mean()
+        if what == "by_hand":
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+        else:
+            accelerator.backward(loss, retain_graph=what == "twice")
+        if what == "twice":
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_model(model, f"{sys.argv[2]}/model")
+    accelerator.end_training()
+
+
+ISLAND, COPY = "autocast off, perhaps: use a ddp config", "the script copies a model after prepare()"
+TRAINS = None
+ROWS = [
+    ("ddp_fp32", "parts", "DistributedDataParallelKwargs(find_unused_parameters=True)"),
+    ("ddp_fp32", "parts_found", TRAINS),
+    ("ddp_fp32", "twice", "more backward passes than forward passes"),
+    ("ddp_fp32", "by_hand", "steps without accelerator.backward"),
+    ("ddp_fp32", "sharded", "Net is sharded before prepare()"),
+    ("fsdp_bf16", "sharded", "Net is sharded before prepare()"),
+    ("ddp_fp32", "sparse", TRAINS),
+    ("fsdp_bf16", "sparse", "embed: FSDP2 takes no sparse gradients"),
+    ("zero2_bf16", "sparse", "embed: DeepSpeed takes no sparse gradients"),
+    ("fsdp_bf16", "tied_blocks", "blocks.0.linear.weight is tied between blocks.0 and blocks.1"),
+    ("ddp_bf16", "island", TRAINS),
+    ("fsdp_bf16", "island", ISLAND),
+    ("zero2_bf16", "island", ISLAND),
+    ("fsdp_bf16", "averaged", COPY),
+    ("zero2_bf16", "averaged", COPY),
+    ("zero3_bf16", "averaged", COPY),
+    ("zero2_bf16", "loss", "1 tensors that are not in the model"),
+]
+QUICK = {("ddp_fp32", "parts"), ("ddp_fp32", "twice"), ("fsdp_bf16", "tied_blocks"), ("zero2_bf16", "island")}
+
+
+@pytest.mark.parametrize(
+    ("config", "what", "line"),
+    [pytest.param(*row, marks=[] if row[:2] in QUICK else pytest.mark.slow) for row in ROWS],
+)
+def test_what_plain_torch_trains_is_trained_or_refused_in_a_line(tmp_path, config, what, line):
+    run = tmp_path / "run"
+    ranks = Ranks(config, ["--output_dir", str(run)], script=partial(script, what))
+    codes, log = ranks.wait(), ranks.text()
+    assert set(codes) == {0} if line is TRAINS else 2 in codes and 0 not in codes, log
+    alone = codes[0] != 2 and line is not TRAINS  # a refusal of one process that is not the first: the record has it
+    said = record(run)["error"] if alone else log
+    assert "Traceback" not in log and log.count("refused: ") == (line is not TRAINS and not alone), log
+    assert line is TRAINS or line in said, log
+
+
+@pytest.mark.parametrize("config", ["fsdp_fp32", pytest.param("zero3_bf16", marks=pytest.mark.slow)])
+def test_weights_in_another_order_in_memory_train_as_others(tmp_path, config):
+    runs = {what: train(config, tmp_path / what, script=partial(script, what)) for what in ("plain", "other_strides")}
+    assert distance(*runs.values()) < 1e-6
