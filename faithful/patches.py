@@ -78,6 +78,8 @@ TABLE = {  # what is changed: why
         "products TF32, too: here both are what the script has set for products, IEEE's by default",
     "kernels of torch.ops.aten for CPUs":
         "backends/cpu_matmul.py: on CPUs without fast 16-bit kernels, products of 16-bit values are computed in fp32",
+    "layer_norm and group_norm of torch.ops.aten under autocast on a CPU":
+        "models/batch_norm.py: they refuse fp32 inputs beside 16-bit weights, which autocast on a GPU puts into fp32",
     "logger DeepSpeed": "it prints in every run; its errors stay",
     "logger torch._dynamo.convert_frame":
         "that a function is not compiled any more is five lines of each process; here it is a note in the record, too",

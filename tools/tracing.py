@@ -32,11 +32,11 @@ from faithful import arguments, backends
 from faithful.backends.linear import refuse_unknown
 from faithful.config.fp8 import FP8
 from faithful.config.strategies import STRATEGIES
+from faithful.models import batch_norm
 from faithful.models.blocks import block_names, name_blocks
 from faithful.models.layers import FP8Layers, linear_names
 from faithful.plan import Plan
 from faithful.strategies import tp
-from faithful.strategies.deepspeed import zero
 from faithful.tensors.names import plain_names, unwrapped
 from faithful.training.clipping import GradientsElsewhere
 from faithful.training.model import trains
@@ -170,7 +170,7 @@ class Traced(accelerate.Accelerator):
         dtype = getattr(torch, trace.dtype) if trace.dtype else None
         make_fake(model, optimizer, dtype)
         if dtype:
-            zero.cast_inputs(model, dtype)
+            batch_norm.in_fp32(model)
         if trace.split > 1:
             tp.check(model, trace.split)  # raises Refused where it cannot be
         linear = linear_names(model)

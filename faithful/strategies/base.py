@@ -2,9 +2,11 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -266,6 +268,22 @@ class GradientsElsewhere(abc.ABC):
     @abc.abstractmethod
     def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """The norm of the gradients of a prepared optimizer in a step in which they are not clipped."""
+
+
+def compute_in_autocast(accelerator: "Accelerator", model: nn.Module) -> None:
+    """What Accelerate does under DDP: `model.forward` gets its inputs as they are, computes under autocast, and returns
+    fp32."""
+    precision, handler = accelerator.plan.precision, accelerator.autocast_handler
+    if precision == "fp32":
+        return
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    autocast = torch.autocast(accelerator.device.type, dtype, **(handler.to_kwargs() if handler else {}))
+    forward = model.forward
+    model._original_forward = forward  # pyrefly: ignore[bad-argument-type]  Accelerate's unwrap_model returns to it
+    if isinstance(forward, MethodType):
+        model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)
+    else:
+        model.forward = convert_outputs_to_fp32(autocast(forward))
 
 
 def needs_whole_model(error: str) -> Refused | None:

@@ -23,7 +23,15 @@ from faithful.loading import meta_init
 from faithful.models import averages, batch_norm, elementwise, shards
 from faithful.models.blocks import CONTAINERS, block_names, name_blocks
 from faithful.strategies import gathered, guard
-from faithful.strategies.base import Pieces, Saved, Strategy, compile_for_this_rank, mixes_shards, needs_whole_model
+from faithful.strategies.base import (
+    Pieces,
+    Saved,
+    Strategy,
+    compile_for_this_rank,
+    compute_in_autocast,
+    mixes_shards,
+    needs_whole_model,
+)
 from faithful.tensors import low_bit
 from faithful.tensors.names import fingerprint, parameters_of, plain_names
 
@@ -53,7 +61,8 @@ class FSDP(Strategy):
         plan = self.plan
         # By default Accelerate reduces gradients in 16 bit, and pins host memory even without an accelerator.
         dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(plan.precision)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
+        # It would round each input of a unit, too: a timestep of 501.3 to 502. Autocast casts where products need it.
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False) if dtype else None
         offload = CPUOffloadPolicy(pin_memory=not plan.rehearsal) if plan.offload else None
         by_torch = plan.ckpt and plan.implementation != "transformer_engine"  # which has its own checkpointing
         plugin = FullyShardedDataParallelPlugin(
@@ -305,6 +314,7 @@ def shard(
         del SHARDS[key]
     SHARDS.update({key: (old, weakref.ref(now[name])) for name, (key, old) in was.items()})
     model.no_sync = MethodType(no_sync, model)
+    compute_in_autocast(accelerator, model)
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
     return model
 

@@ -143,6 +143,10 @@ def clamped_in_forward(weight):
     weight.data.clamp_(-0.02, 0.02)
 
 
+def block_of(run):
+    return run.name.split(".fc.")[0].split(".mlp.")[0]
+
+
 def in_eval(moment, run):
     if moment == "built":
         run.model.eval()
@@ -150,7 +154,17 @@ def in_eval(moment, run):
 
 def block_in_eval(moment, run):
     if moment == "built":
-        run.model.get_submodule(run.name.split(".fc.")[0].split(".mlp.")[0]).eval()
+        run.model.get_submodule(block_of(run)).eval()
+
+
+def dtypes_in_and_out(moment, run):
+    def see(module, args, kwargs, out):
+        values = [*args, *kwargs.values(), getattr(out, "logits", out)]
+        run.seen.extend(float(v.dtype.itemsize**2) for v in values if torch.is_tensor(v) and v.is_floating_point())
+
+    if moment == "built":
+        run.model.register_forward_hook(see, with_kwargs=True)
+        run.model.get_submodule(block_of(run)).register_forward_hook(see, with_kwargs=True)
 
 
 def in_bf16(moment, run):
@@ -242,6 +256,7 @@ ROWS = {
         at("prepared")(lambda run: run.weight().register_post_accumulate_grad_hook(post_accumulate)),
     "model.eval()": in_eval,
     "a block in eval()": block_in_eval,
+    "dtypes of inputs and outputs": dtypes_in_and_out,
     "model.bfloat16() before prepare": in_bf16,
     "lr = 0 after a step": slower,
     "a penalty over model.parameters()": penalty,
@@ -252,7 +267,7 @@ ROWS = {
 }  # fmt: skip
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward"}  # rows for Net alone
 WITHOUT_EFFECT = {  # on the weights, which in torch are those of training without the row, or nearly
-    "nothing", "p.grad is read", "model.eval()", "a block in eval()", "model.bfloat16() before prepare",
+    "nothing", "p.grad is read", "model.eval()", "a block in eval()", "dtypes of inputs and outputs", "model.bfloat16() before prepare",
     "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
 }  # fmt: skip
 

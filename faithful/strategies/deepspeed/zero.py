@@ -38,6 +38,7 @@ from faithful.strategies.base import (
     Shard,
     Strategy,
     buffers_by_place,
+    compute_in_autocast,
     needs_whole_model,
     refuse_other_model,
 )
@@ -147,7 +148,7 @@ class ZeRO(GradientsElsewhere, Strategy):
             )
         if plan.precision != "fp32":
             batch_norm.in_fp32(model)
-            cast_inputs(model, {"fp16": torch.float16}.get(plan.precision, torch.bfloat16))
+        compute_in_autocast(accelerator, model)
 
     def prepare(
         self,
@@ -505,20 +506,6 @@ def leave_precision_to_the_config() -> None:
 def quiet() -> None:
     """Silences DeepSpeed's messages, except errors."""
     patches.silence("DeepSpeed", logging.ERROR)
-
-
-def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts inputs to `dtype`, because the engine keeps parameters in 16 bit and has no autocast."""
-
-    def cast(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def one(value: Any) -> Any:
-            return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-
-        return tuple(map(one, args)), {key: one(value) for key, value in kwargs.items()}
-
-    model.register_forward_pre_hook(cast, with_kwargs=True)
 
 
 @contextlib.contextmanager
