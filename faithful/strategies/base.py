@@ -146,6 +146,10 @@ class Strategy:
         """Called before each update, before the norm of the gradients is computed. Takes what the script has written
         into the parameters and `.grad`, where the optimizer updates other tensors."""
 
+    def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
+        """Which parameters have a gradient in this process before an update, if the engine needs the same in all."""
+        return []
+
     def clip_grad_norm_(
         self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:

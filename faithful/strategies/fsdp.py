@@ -137,6 +137,9 @@ class FSDP(Strategy):
         """A root that stays gathered, as no backward pass has followed, would miss the update."""
         reshard(model)
 
+    def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
+        return [parameter.grad is not None for parameter in model.parameters()]
+
     def clip_grad_norm_(
         self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:

@@ -13,6 +13,7 @@ finite and the end of the run nothing is updated. A loss that is not finite make
 
 import math
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ AGREE_SECONDS = 0.1
 WARMUP_STEPS = 3  # not timed: they allocate, compile and count
 SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a different order
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
+EXACT = 1 << 24  # integers below it are exact in fp32
 APART = "LocalSGD, a step inside no_sync, or gradients that the script sets by hand: leave that out"
 NO_BACKWARD = (
     "it steps without accelerator.backward, and torch.autograd.grad, or gradients set by hand, are this process's own: "
@@ -76,6 +78,7 @@ class Steps:
         self.loss: float | None = None
         self.device: torch.device | None = None  # of the losses
         self.apart = APART  # why gradients may not be averaged
+        self.used = 0  # a number of which parameters had a gradient, in this process, in all updates
         self.divided = True  # whether Accelerate divides the losses by their number; else their sum is the step's
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times: list[float] = []
@@ -134,6 +137,10 @@ class Steps:
         """What the script has done since the last update: so many passes."""
         self.apart = NO_BACKWARD if not backward else ONE_GRAPH if backward > forward else APART
 
+    def uses(self, parameters: list[bool]) -> None:
+        """Which parameters of an engine's model have a gradient in this process, which are those that it averages."""
+        self.used = zlib.crc32(bytes(parameters), self.used)
+
     def settle(self) -> None:
         """Reads what the last check has sent, if the host has not yet. Raises Diverged, with `taken` and `tried` as
         they were before that step. Not a collective: a process may call it alone, before it saves or logs."""
@@ -174,13 +181,13 @@ class Steps:
 
     def row(self, norm: torch.Tensor) -> torch.Tensor:
         """What this process tells the others, on its device: the sum of its losses, what to divide it by (0: there are
-        none), whether it was told to stop, seconds per step, the norm. All in the norm's dtype, which all processes
-        have, or fp32: not every device has fp64."""
+        none), whether it was told to stop, what it used, seconds per step, the norm. All in the norm's dtype, which all
+        processes have, or fp32: not every device has fp64."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
         seconds = (now - before) / max(1, self.checked - checked_before)
         device = (self.device if norm.device.type == "cpu" else None) or norm.device  # optimizer offload: norm on a CPU
         dtype, count = at_least_fp32(norm), len(self.losses) if self.divided else min(1, len(self.losses))
-        known = torch.tensor([count, process.told_to_stop(), seconds], dtype=dtype)
+        known = torch.tensor([count, process.told_to_stop(), self.used % EXACT, seconds], dtype=dtype)
         total = sum(loss.to(dtype) for loss in self.losses) if self.losses else torch.zeros((), dtype=dtype)
         parts = (total.view(1), known, norm.to(dtype).view(1))  # pyrefly: ignore[missing-attribute]
         return torch.cat([to_device(part, device) for part in parts])
@@ -196,7 +203,13 @@ class Steps:
     def agree(self, rows: list[list[float]], checked: int) -> None:
         """Takes what all processes have told. Raises Refused if their norms differ."""
         self.last_exchange = time.perf_counter(), self.checked
-        self.heard = any(told for _, _, told, _, _ in rows)
+        self.heard = any(told for _, _, told, *_ in rows)
+        if len({row[-3] for row in rows}) > 1:
+            raise Refused(
+                "the processes have used different parts of the model, an expert without tokens perhaps, and their "
+                "engine has averaged gradients of one with those of another: use every part in each process, if need "
+                "be times 0, or a ddp config with find_unused_parameters"
+            )
         seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
             each = ", ".join(f"{norm:.4g}" for norm in norms)

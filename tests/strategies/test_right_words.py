@@ -37,14 +37,15 @@ class Net(nn.Module):
         self.embed = nn.Embedding(64, WIDTH, sparse=what == "sparse")
         self.conv = nn.Conv2d(2, WIDTH, 4)
         self.blocks = nn.ModuleList(Block(what == "island") for _ in range(2))
-        self.tower, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.tower, self.other, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.other.requires_grad_(what == "swapped")
 
     def forward(self, ids, tower):
         x = self.embed(ids)
         x = x + self.conv(x.view(-1, 2, 4, 4)).flatten(1)
         for block in self.blocks:
             x = block(x)
-        return self.head(x + self.tower(x) if tower else x)
+        return self.head(x + (self.tower if tower else self.other)(x) if tower is not None else x)
 
 
 def built(what):
@@ -61,7 +62,7 @@ def built(what):
 
 def script(what):
     """What a rank runs: some steps in which something is done that not every engine has a way for."""
-    kwargs = DistributedDataParallelKwargs(find_unused_parameters=what == "parts_found")
+    kwargs = DistributedDataParallelKwargs(find_unused_parameters=what in ("parts_found", "swapped"))
     accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=[kwargs])
     model, weight = built(what), nn.Parameter(torch.zeros(1))
     trained = [*model.parameters(), *([weight] if what == "loss" else [])]
@@ -73,8 +74,10 @@ def script(what):
         AveragedModel(model)
     for step in range(STEPS):
         ids = torch.arange(8) + 8 * (step + accelerator.process_index)
-        alone = what in ("parts", "parts_found") and accelerator.process_index and step
-        loss = (model(ids, not alone).float() - ids.view(-1, 1) / 64).square().mean()
+        tower = what != "swapped" or accelerator.is_main_process
+        if what in ("parts", "parts_found") and accelerator.process_index and step:
+            tower = None
+        loss = (model(ids, tower).float() - ids.view(-1, 1) / 64).square().mean()
         if what == "by_hand":
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
@@ -94,6 +97,10 @@ TRAINS = None
 ROWS = [
     ("ddp_fp32", "parts", "DistributedDataParallelKwargs(find_unused_parameters=True)"),
     ("ddp_fp32", "parts_found", TRAINS),
+    ("ddp_fp32", "swapped", TRAINS),
+    ("fsdp_bf16", "swapped", "different parts of the model"),
+    ("zero2_bf16", "swapped", "different parts of the model"),
+    ("zero1_bf16", "swapped", "different parts of the model"),
     ("ddp_fp32", "twice", "more backward passes than forward passes"),
     ("ddp_fp32", "by_hand", "steps without accelerator.backward"),
     ("ddp_fp32", "sharded", "Net is sharded before prepare()"),

@@ -242,6 +242,10 @@ class ZeRO(GradientsElsewhere, Strategy):
         held.give_back()
         held.take_weights()
 
+    def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
+        held = zero_of(optimizer).held
+        return [id(parameter) in held.reached for parameter in held.parameters]
+
     def free(self, accelerator: "Accelerator") -> None:
         # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
         accelerator.scaler = None
