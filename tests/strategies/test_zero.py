@@ -486,6 +486,23 @@ def with_loader(kind, temperature=False):
     accelerator.end_training()
 
 
+def starts_exactly():
+    """What a rank runs: it compares the weights that would be saved before the first step with those of the script."""
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.Linear(33, 3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    saved = accelerator.get_state_dict(model)
+    accelerator.print("other values:", [name for name in before if not saved or not saved[name].equal(before[name])])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_start_from_the_weights_in_fp32(tmp_path, stage):
+    run = train(f"zero{stage}_bf16", tmp_path / "run", script=starts_exactly)
+    assert "other values: []" in run.with_suffix(".log").read_text()
+
+
 @pytest.mark.parametrize("kind", ["batch sampler", "a stream of batches"])
 def test_loaders_without_a_batch_size(tmp_path, kind):
     ends = set()

@@ -57,6 +57,7 @@ from faithful.strategies.deepspeed.engine import (
     restore_engine,
     shape,
     stage,
+    take_exact,
     whole_master,
     zero_of,
 )
@@ -187,8 +188,14 @@ class ZeRO(GradientsElsewhere, Strategy):
             config[key] = max(batches, default=1)
         if config.get("gradient_clipping") == "auto":  # transformers' Trainer has not said it
             config["gradient_clipping"] = 0.0
+        every = [p for model in fresh for p in model.parameters() if self.keeps_masters and p.dtype == torch.float32]
+        exact, read = {id(p): p.detach() for p in every}, dict(meta_init.partitions)  # before DeepSpeed rounds them
         with masters_for_all(accelerator, args):
-            return super().prepare(accelerator, accelerates, args, device_placement)
+            prepared = super().prepare(accelerator, accelerates, args, device_placement)
+        if exact:
+            zero: Any = accelerator.deepspeed_engine_wrapped.engine.optimizer  # pyrefly: ignore[missing-attribute]
+            take_exact(zero, exact, read, accelerator.device if self.plan.ram_efficient else None)
+        return prepared
 
     def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Moves the optimizer step from `accelerator.backward`, where Accelerate has it, to `optimizer.step`.
