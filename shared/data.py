@@ -53,9 +53,8 @@ class Progress:
     run that resumes evaluates that step again."""
 
     def __init__(self, same: dict[str, Any], accelerator: Any = None, args: Any = None) -> None:
-        if (data := same.get("data")) and len({*gather_object([data])}) > 1:
-            each = dict.fromkeys(gather_object([f"{data:.12} on {socket.gethostname()}"]))
-            raise Refused(f"--dataset is not the same everywhere: {', '.join(each)}. Copy one to all")
+        if len(ids := dict(gather_object([(str(same.get("data"))[:12], socket.gethostname())]))) > 1:
+            raise Refused(f"--dataset is not the same everywhere: {', '.join(map(' on '.join, ids.items()))}. Copy one")
         self.same, self.step, self.batch, self.last_due = same, 0, 0, 0
         self.accelerator, self.args, self.best, self.elsewhere = accelerator, args, {}, -1
 
@@ -85,12 +84,11 @@ class Progress:
 
     def wanted(self) -> dict[str, Any]:
         """The metric that says which model is best, and whether more of it is better."""
-        name = self.args.metric_for_best_model or "eval_loss"
-        more = self.args.greater_is_better
+        name, more = self.args.metric_for_best_model or "eval_loss", self.args.greater_is_better
         return {"metric": name, "greater": not name.endswith(("loss", "perplexity")) if more is None else more}
 
     def checkpoint(self, step: int) -> Path:
-        return folder_of(self.accelerator) / f"checkpoint-{step}"
+        return Path(self.accelerator.project_dir or "runs/latest") / f"checkpoint-{step}"
 
     def keep(self, best: dict[str, Any]) -> None:
         """Tells faithful which checkpoint is not to be deleted."""
@@ -110,8 +108,7 @@ class Progress:
         if math.isfinite(new["value"]) and (saved or self.step == self.args.max_steps):
             gain = new["value"] - self.best["value"] if self.best else 0
             better = not self.best or (gain > 0 if new["greater"] else gain < 0)
-            [best] = broadcast_object_list([new if better else self.best])
-            self.keep(best)
+            self.keep(*broadcast_object_list([new if better else self.best]))
         return values
 
     def load_best(self) -> bool:
@@ -177,13 +174,9 @@ def about(dataset: object) -> dict[str, Any]:
     return {key: getattr(dataset, key) for key in ABOUT if hasattr(dataset, key)}
 
 
-def folder_of(accelerator: Accelerator) -> Path:
-    return Path(accelerator.project_dir or "runs/latest")
-
-
 def describe(accelerator: Any, dataset: Any) -> Path:
     """Writes data.json into the run's folder, for predict and export. Returns the folder."""
-    folder = folder_of(accelerator)
+    folder = Path(accelerator.project_dir or "runs/latest")
     if accelerator.is_main_process:
         description = about(dataset) | {"fingerprint": dataset.fingerprint()}
         if links := [path for path in (folder / "model", *(folder / "model").glob("*")) if path.is_symlink()]:
