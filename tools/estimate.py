@@ -88,11 +88,11 @@ def tracing_keys(settings: Settings) -> tuple[Key, Key]:
     the dtype they compute in, and a model that is split must be one that can be."""
     rules, backend = settings.rules, settings.fp8.rules
     cast = rules.divides_state and settings.precision != "fp32"
-    in_dtype = cast and not backend.autocasts  # then the model computes in the dtype of its weights, FP8 layers too
-    high = "fp32" if in_dtype else {"fp16": "bf16", "fp8": "bf16"}.get(settings.precision, settings.precision)
+    as_bf16 = cast and not backend.autocasts  # FP8 layers too
+    high = {"fp16": "bf16", "fp8": "bf16"}.get(settings.precision, settings.precision)
     by_cast = {"precision": high, "dtype": "bfloat16" if cast else None}
     plain = by_cast | {"split": settings.shards if rules.splits_layers else 1}
-    if settings.backend and not in_dtype:
+    if settings.backend and not as_bf16:
         plain |= {
             "precision": settings.precision,
             "backend": settings.backend,

@@ -187,9 +187,9 @@ class Save:
             self.give_up()
         elif self.rank == self.keeper and self.keep:
             with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
-                known = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
-                known = [path for path in known if (told := identity(path)) and told["run"] == state["run"]]
-                known.sort(key=lambda path: path != self.best)  # the others stay in their order
+                others = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
+                told = {path: of for path in others if (of := identity(path)) and of["run"] == state["run"]}
+                known = sorted(told, key=lambda path: (path != self.best, -told[path]["counter"]))
                 for old in known[max(self.keep - 1, int(self.best in known)) :]:
                     shutil.rmtree(old, ignore_errors=True)
 

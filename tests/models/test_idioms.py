@@ -16,7 +16,7 @@ CODES = "holds MS-AMP's codes: it can't be changed by"
 REFUSED = {  # (idiom, config): what the line says
     ("retained_graph", "ddp_bf16"): "the gradients were not averaged over the processes",
     ("gradients_without_backward", "ddp_bf16"): "the gradients were not averaged over the processes",
-    ("tied_later", "ddp_bf16"): "the gradients were not averaged over the processes",
+    ("tied_later", "ddp_bf16"): "or do not replace it after prepare (a tied weight)",
     ("unused_layer", "ddp_bf16"): "a parameter got no gradient in the last backward pass",
     ("gradient_penalty", "fsdp_bf16"): "a second derivative (create_graph=True, a gradient penalty) needs weights that",
     ("gradients_without_backward", "fsdp_bf16"): "torch.autograd.grad asks for gradients of shards",
