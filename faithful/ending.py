@@ -11,7 +11,7 @@ from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
-from faithful.checkpoint.checkpoints import MANIFEST
+from faithful.checkpoint.checkpoints import MANIFEST, taken
 from faithful.disk import names, readers
 from faithful.disk.readers import Damaged
 from faithful.errors import Refused, Stopped
@@ -69,6 +69,8 @@ class Run:
         checkpoints.wait()
         folder = Path(checkpoints.project_dir, f"checkpoint-{step}")
         written = checkpoints.newest == (step, folder.resolve()) and (folder / MANIFEST).exists()
+        if taken(folder):  # of transformers' Trainer, say
+            folder = folder.with_name(f"checkpoint_{step}")
         [written] = broadcast_object_list([written])
         self.stopping = True
         if not written:

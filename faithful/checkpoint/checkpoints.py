@@ -21,7 +21,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,44 +114,39 @@ class Save:
         linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
         folder = folder if linked else folder.resolve()
         existed, self.count = folder.exists(), None
-        try:
-            self.count = next_count(folder.parent) if self.main else None
-        except OSError as problem:
-            self.error = str(problem)
         if not self.alone:  # a script may give each process a temporary folder of its own: the main process's is used
             folder, existed, linked = broadcast_object_list([folder, existed, linked])
         if linked:
             raise Refused(f"save_state: {folder} is a symlink, which leads out of its folder: remove it")
         self.folder, self.temporary = folder, folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
-        mark = self.temporary / f".{self.identity['save']}"  # whoever sees it has the main process's disk
+        # By this file the folder is known as ours, and whoever sees that of the main process has its disk.
+        self.mark, self.made = self.temporary / f".{self.identity['save']}", False
         if self.main:
-            self.make_folder()
-            with contextlib.suppress(OSError):
-                mark.touch()
-        told = self.together("make the checkpoint's folder", [str(mark), socket.gethostname()])
-        if len({machine for _, machine in told}) > 1:
+            self.attempt(self.make_folder)
+        told = self.together("make the checkpoint's folder", [str(self.mark), socket.gethostname(), self.error])
+        if len({machine for _, machine, _ in told}) > 1:
             if not self.main and not sees(Path(told[0][0])):
                 self.keeper = self.rank - process.local_process_index
                 if self.rank == self.keeper:
-                    self.count = next_count(folder.parent)
-                    self.make_folder()
-            counts = self.together("make the checkpoint's folder on each disk", self.count)
-            self.count = max((count for count in counts if count), default=None)
-        if self.main:
-            with contextlib.suppress(OSError):
-                mark.unlink()
+                    self.attempt(self.make_folder)
+            told = self.together("make the checkpoint's folder on each disk", [self.count, None, self.error])
+            self.count = max((count for count, *_ in told if count), default=None)
+        self.error = next((error for *_, error in told if error), None)  # then there is nothing to write
 
     def make_folder(self) -> None:
+        self.count = next_count(self.folder.parent)
         settle(self.folder)
+        refuse_others(self.folder)
+        if os.path.lexists(self.temporary) and not is_unfinished(self.temporary):
+            raise FileExistsError(f"{self.temporary} is somebody else's: move it away")
         shutil.rmtree(self.temporary, ignore_errors=True)
-        try:
-            self.temporary.mkdir(parents=True)
-        except OSError as problem:
-            self.error = str(problem)
+        self.temporary.mkdir(parents=True)
+        self.made = True
+        self.mark.touch()
 
     def give_up(self) -> None:
         """Deletes what this rank has made, when nothing is going to be written."""
-        if self.rank == self.keeper:
+        if self.made:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def together(self, what: str, value: Any = None) -> list[Any]:
@@ -188,10 +183,12 @@ class Save:
         elif self.rank == self.keeper and self.keep:
             with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
                 others = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
+                others = [path for path in others if not path.is_symlink()]
                 told = {path: of for path in others if (of := identity(path)) and of["run"] == state["run"]}
                 known = sorted(told, key=lambda path: (path != self.best, -told[path]["counter"]))
                 for old in known[max(self.keep - 1, int(self.best in known)) :]:
-                    shutil.rmtree(old, ignore_errors=True)
+                    with contextlib.suppress(*DAMAGE):
+                        remove(old)
 
     def attempt(self, action: Callable[..., None], *values: Any) -> None:
         try:
@@ -205,12 +202,14 @@ class Save:
 
     def complete(self, files: dict[str, Entry], state: dict[str, Any]) -> None:
         """Writes the state and the manifest. files: {name: ENTRY} of all ranks' files."""
+        self.mark.unlink(missing_ok=True)
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
         if readers.values_in(readers.bytes_of(self.temporary / STATE)) > readers.MOST:
             raise OSError(f"what it holds besides tensors is more than {readers.MOST:,} values")
         for name in names.files_below(self.temporary):
             names.inside(self.temporary, name)  # a hook of the script may have made a symlink
             files[name] = files.get(name) or entry(self.temporary / name)
+        refuse_others(self.folder, (*files, MANIFEST))
         write_json(self.temporary / MANIFEST, files)
         sync(self.temporary)
 
@@ -272,10 +271,37 @@ def moved_or_sound(staged: Path, folder: Path, name: str, wanted: Entry) -> bool
         return "keeper" in wanted or is_as_written(names.inside(folder, name), wanted)
 
 
+def ours(folder: Path) -> set[str]:
+    """The names of the files in `folder` that are of a checkpoint: those that its manifest names. Where that is damaged
+    or gone, those that every checkpoint has, if it has a rank's file."""
+    try:
+        known = {*manifest_of(folder), MANIFEST}
+    except DAMAGE:
+        ranks = {path.name for path in folder.glob("rank*.safetensors") if RANKS_FILE.fullmatch(path.name)}
+        known = ranks and ranks | {STATE, MANIFEST}
+    with contextlib.suppress(OSError, ValueError):
+        if "global_step" in readers.of_kind(folder / STATE, readers.value_of(folder / STATE), {}):
+            known -= {STATE}  # transformers' Trainer has written its own
+    return known
+
+
+def taken(folder: Path, new: Iterable[str] = (STATE, MANIFEST)) -> str | None:
+    """The first of the names `new` under which `folder` has what is not of a checkpoint, or None."""
+    known = ours(folder)
+    return next((name for name in new if name not in known and os.path.lexists(folder / name)), None)
+
+
+def refuse_others(folder: Path, new: Iterable[str] = (STATE, MANIFEST)) -> None:
+    """Raises OSError if a file would take the place of one that is not of a checkpoint."""
+    if name := taken(folder, new):
+        raise FileExistsError(f"its {name} is another program's: save to another folder")
+
+
 def take_over(folder: Path, new: Mapping[str, object]) -> None:
     """Moves the files of the manifest `new` from `folder`/.checkpoint.tmp to their place in `folder`. Raises OSError or
-    ValueError before anything is moved if a name's place is taken by what is no file."""
+    ValueError before anything is moved if a name's place is taken by what is no file of a checkpoint."""
     staged, places = folder / STAGED, {name: names.inside(folder, name) for name in (*new, MANIFEST)}
+    refuse_others(folder, [name for name in places if os.path.lexists(staged / name)])
     with contextlib.suppress(*DAMAGE):
         for name in manifest_of(folder).keys() - new.keys():
             names.inside(folder, name).unlink(missing_ok=True)
@@ -297,9 +323,27 @@ def identity(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def remove(folder: Path) -> None:
+    """Deletes a checkpoint: the files that its manifest names. What others have put there stays. Raises OSError and
+    ValueError."""
+    files = [name for name in manifest_of(folder) if name != STATE]
+    for name in (*files, STATE, MANIFEST):  # until then whoever is next sees that there is something to delete
+        names.inside(folder, name).unlink(missing_ok=True)
+    shutil.rmtree(folder / STAGED, ignore_errors=True)
+    inner = {parent for name in files for parent in Path(name).parents}
+    for parent in sorted(inner, key=lambda path: len(path.parts), reverse=True):
+        with contextlib.suppress(OSError):  # not empty
+            (folder / parent).rmdir()
+
+
 def is_leftover(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint that a killed process has not completed: empty, or with a file of a rank."""
-    if folder.is_symlink() or not re.fullmatch(r"checkpoint[-_]\d+\.tmp", folder.name) or not folder.is_dir():
+    """Whether `folder` is a checkpoint that a killed process has not completed."""
+    return bool(re.fullmatch(r"checkpoint[-_]\d+\.tmp", folder.name)) and is_unfinished(folder)
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether there is a folder that is empty, or has a file of a rank, or one by which a save is known."""
+    if folder.is_symlink() or not folder.is_dir():
         return False
     inside = os.listdir(folder)
     return not inside or any(RANKS_FILE.fullmatch(name) or MARK.fullmatch(name) for name in inside)

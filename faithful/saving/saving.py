@@ -121,25 +121,29 @@ class Checkpoints:
             self.record.note("the main process alone calls save_state: the others' random states are in no checkpoint")
         best = getattr(self.project, "best_model_checkpoint", None)  # ours: Accelerate knows of none
         save = checkpoints.Save(folder, not together, self.project.total_limit, best, self.run)
+        save.step, self.going_on = state.steps.taken if together else None, save
+        self.project.iteration += 1
+        if save.error:
+            save.give_up()
+            self.wait()
+            return state.steps.pause()
         try:
             parts, values = state.state_dict(alone=not together, keeps=save.rank == save.keeper)
         except BaseException:  # of an object that the script has registered, say
+            self.going_on = None
             save.give_up()
             raise
         try:
             for hook in hooks:
                 hook(str(save.temporary))
         except (OSError, SafetensorError) as problem:
-            save.error = save.error or str(problem)
-        save.step = state.steps.taken if together else None
-        self.going_on = save
+            save.error = str(problem)
         if behind and not state.stopping and room_for_a_copy(parts):
             save.behind(host_copy(parts), values)
         else:
             with launcher.saving_may_outlive_launcher():
                 save.write(parts, values)
             self.wait()
-        self.project.iteration += 1
         state.steps.pause()
 
     def find(self, input_dir: Path | str | None) -> Path | None:

@@ -4,6 +4,9 @@ import functools
 import json
 import os
 import shutil
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 from conftest import metrics, train
@@ -26,7 +29,19 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+TRAINERS = {"trainer_state.json": '{"global_step": 3}', "optimizer.pt": "p", "rng_state.pth": "r"}  # transformers'
+
+
+def put(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
 THEIRS = {
+    "checkpoint-1.tmp/notes.txt": "mine",
+    "checkpoint-2/manifest.json": '{"name": "a web page"}',
+    "checkpoint-3/trainer_state.json": TRAINERS["trainer_state.json"],
     "checkpoint-500/trainer_state.json": '{"best_metric": null, "global_step": 500}',  # of transformers' Trainer
     "checkpoint-500/optimizer.pt": "p",
     "checkpoint-9999/notes.txt": "mine",
@@ -47,10 +62,39 @@ def test_what_others_have_put_there_stays(tmp_path):
     left.parent.mkdir()
     left.touch()
     before = {name: (run / name).read_bytes() for name in THEIRS}
-    train("single_fp32", run, "--max_steps", 4, *STEPS)
+    train("single_fp32", run, "--max_steps", 5, *STEPS, code=1)
     assert contents(run).items() >= before.items() and not left.parent.exists()
     ours = [path.name for path in checkpoints.list_checkpoints(run) if checkpoints.identity(path)]
-    assert ours == ["checkpoint-4", "checkpoint-3"]
+    assert ours == ["checkpoint-5", "checkpoint-4"] and len({row["step"] for row in metrics(run)}) == 5
+    why = (f"{run}/checkpoint-1.tmp is somebody else's", "its manifest.json is another", "its trainer_state.json is")
+    for step, said in enumerate(why, 1):
+        assert f"warning: {run}/checkpoint-{step} could not be written ({said}" in (tmp_path / "run.log").read_text()
+
+
+def test_a_staged_checkpoint_does_not_replace_what_is_not_of_a_checkpoint(finished, tmp_path):
+    folder = shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3" / ".checkpoint.tmp").parent
+    put(folder, TRAINERS)
+    before = contents(tmp_path)
+    assert checkpoints.unsound(folder) and contents(tmp_path) == before
+    (folder / "trainer_state.json").unlink()
+    assert checkpoints.unsound(folder) is None and (folder / "optimizer.pt").read_text() == "p"
+
+
+def test_a_run_that_is_stopped_saves_beside_the_trainers_checkpoint(tmp_path):
+    def stopped(run):
+        put(Path(sys.argv[2], f"checkpoint-{run.accelerator.steps.taken}"), TRAINERS)
+        if run.accelerator.steps.taken == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def resume(run):
+        run.accelerator.load_state()
+
+    run = tmp_path / "run"
+    train("single_fp32", run, script=functools.partial(loop, stepped=stopped), code=143)
+    assert {path.name: path.read_text() for path in (run / "checkpoint-4").iterdir()} == TRAINERS
+    assert f"saved {run}/checkpoint_4. To go on" in (tmp_path / "run.log").read_text()
+    train("single_fp32", run, script=functools.partial(loop, prepared=resume))
+    assert f"resumed from {run}/checkpoint_4 at step 4" in (tmp_path / "run.log").read_text()
 
 
 def test_a_new_run_moves_all_that_a_finished_one_left(finished, tmp_path):
@@ -64,11 +108,15 @@ def test_a_new_run_moves_all_that_a_finished_one_left(finished, tmp_path):
 
 
 def test_a_run_that_goes_on_prunes_what_it_wrote_before(finished, tmp_path):
+    """Its damaged checkpoint is written anew, and what somebody has put into the one that goes stays."""
     run = shutil.copytree(finished, tmp_path / "run")
-    shutil.rmtree(run / "checkpoint-3")
+    (run / "checkpoint-3" / "manifest.json").write_text("{")
+    put(run / "checkpoint-2", {"notes.txt": "mine"})
     latest = ("--resume_from_checkpoint", "latest")
     train("single_fp32", run, "--max_steps", 3, *STEPS, "--save_total_limit", 1, *latest)
-    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-3"]
+    whole = ["manifest.json", "rank0.safetensors", "trainer_state.json"]
+    kept = {path.name: sorted(file.name for file in path.iterdir()) for path in run.glob("checkpoint-*")}
+    assert kept == {"checkpoint-2": ["notes.txt"], "checkpoint-3": whole}
     assert metrics(run) == metrics(finished) and not list(run.glob("run_*"))
 
 
