@@ -392,9 +392,9 @@ class Accelerator(accelerate.Accelerator):
         self.run.settle()
         state, folder = self.run_state(), self.checkpoints.next_folder(self.steps.taken, output_dir)
         together, behind = saving.all_save(state), saving.behind_training(self.async_save)
-        if folder.absolute().parent == self.record.folder:
+        if saving.among_all(folder.absolute().parent == self.record.folder, together):
             with self.record.writing("run.json"):
-                self.record.begin(self.resumed)
+                self.record.begin(self.resumed, together=together)
         if together or self.is_main_process:
             scripts = self._save_model_state_pre_hook.values()
             weights = [self.get_state_dict(model) for model in self._models] if scripts else []

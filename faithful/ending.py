@@ -107,7 +107,7 @@ class Run:
             if record.plan.device != "cpu":
                 self.peak = max(peak for _, peak in everyone)
             self.write_last()
-            record.release()
+            record.own.release()
             if together:
                 PartialState().wait_for_everyone()  # no process may exit while another still receives from it
         self.complete()

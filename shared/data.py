@@ -178,16 +178,17 @@ def describe(accelerator: Any, dataset: Any) -> Path:
     """Writes data.json into the run's folder, for predict and export. Returns the folder."""
     folder = Path(accelerator.project_dir or "runs/latest")
     if accelerator.is_main_process:
-        description = about(dataset) | {"fingerprint": dataset.fingerprint()}
         if links := [path for path in (folder / "model", *(folder / "model").glob("*")) if path.is_symlink()]:
             raise Refused(f"{links[0]} is a symlink, and would be written through: remove it")  # a stranger's folder
-        try:
+    try:
+        if hasattr(accelerator, "record"):  # faithful's: it locks the folder first, on each machine's disk
+            accelerator.record.begin(accelerator.resumed, ("data.json", "model"), together=True)
+        if accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
-            if hasattr(accelerator, "record"):  # faithful's: it locks the folder first
-                accelerator.record.begin(accelerator.resumed, ("data.json", "model"))
+            description = about(dataset) | {"fingerprint": dataset.fingerprint()}
             write(folder / "data.json", (json.dumps(description, indent=1) + "\n").encode())
-        except OSError as error:
-            raise Refused(f"nothing can be written to {folder} ({error.strerror or error}): choose another") from None
+    except OSError as error:
+        raise Refused(f"nothing can be written to {folder} ({error.strerror or error}): choose another") from None
     return folder
 
 

@@ -10,8 +10,6 @@ import json
 import math
 import numbers
 import os
-import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -28,12 +26,11 @@ from accelerate.state import PartialState
 from torch.distributed.tensor import DTensor
 
 from faithful import plan
-from faithful.checkpoint import checkpoints
+from faithful.checkpoint.run_folder import METRICS, RunFolder
 from faithful.config import config_file, settings
 from faithful.disk import names, readers, secrets
 from faithful.disk.replacing import write_json, write_text
-from faithful.errors import Refused
-from faithful.launch import launcher, machine
+from faithful.launch import machine
 from faithful.plan import Plan
 
 if TYPE_CHECKING:
@@ -53,14 +50,13 @@ class Record:
 
     def __init__(self, plan: Plan, project: str | Path, folder: str | Path, main: bool) -> None:
         self.plan, self.project, self.main = plan, Path(project).absolute(), main
-        self.name = Path(folder)
-        self.folder = self.name.absolute()  # the script may change its working directory
+        self.own = RunFolder(Path(folder), main)
+        self.folder = self.own.path
         self.script, self.started = Path(sys.argv[0]).stem, now()
         self.file = Path(sys.argv[0]).absolute()
         self.code = code_and_machine(plan, self.file) if main else {}  # now: the code may go on while the run lasts
         self.notes: list[str] = []
-        self.begun, self.opened, self.failed_saves, self.status = False, False, 0, "running"
-        self.lock: int | None = None
+        self.opened, self.failed_saves, self.status = False, 0, "running"
         self.error: str | None = None
         self.final: dict[str, Any] | None = None
         self.arguments: dict[str, Any] = {}
@@ -74,12 +70,11 @@ class Record:
 
     @property
     def metrics_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
+        return self.folder / METRICS
 
     @property
     def shown(self) -> Path:
-        """The folder as the script names it, while that name still leads there."""
-        return self.name if self.name.absolute() == self.folder else self.folder
+        return self.own.shown
 
     def note(self, line: str) -> None:
         """Prints a note, once on each machine, and keeps it."""
@@ -102,42 +97,26 @@ class Record:
             why = problem.strerror or problem
             self.note_once(name, f"{self.shown / name} cannot be written ({why}): the run goes on without it")
 
-    def claim(self) -> None:
-        """Locks the folder against other runs, if it exists."""
-        if self.main and self.lock is None and self.folder.exists():
-            self.lock = launcher.lock_folder(self.folder)
-
-    def begin(self, resumed: bool, also: Iterable[str] = ()) -> None:
-        """Takes the folder for this run, on the main process, before anything is written there. also: names of what a
-        run of this kind leaves besides the record and checkpoints. Raises Refused if another run is writing to it."""
-        if self.main and not self.begun:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.claim()
-            self.begun = True
-            self.clear_leftovers()
-            if not resumed:
-                self.set_aside(also)
-
-    def release(self) -> None:
-        """Lets other runs use the folder, when this one has ended."""
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
+    def begin(self, resumed: bool, also: Iterable[str] = (), together: bool = False) -> None:
+        """Takes the folder for this run: see RunFolder.begin."""
+        if line := self.own.begin(resumed, also, together):
+            self.note_once("earlier", line) if self.main else print(f"note: {line}", flush=True)
 
     def not_saved(self) -> str:
         return f"{self.failed_saves} checkpoints could not be written"
 
     def open(self, resumed: bool, step: int) -> None:
-        """Begins the record of a run that starts at `step`. No other process takes part. Raises Refused if another run
-        is writing to the folder."""
+        """Begins the record of a run that starts at `step`. Where there are several machines, every process calls it.
+        Raises Refused if another run is writing to the folder."""
         if not self.main:
+            self.begin(resumed, together=True)
             self.opened = True
             return
         if (file := settings.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
             with contextlib.suppress(OSError):
                 Path(file).write_text(str(self.folder))
         with self.writing("run.json"):
-            self.begin(resumed)
+            self.begin(resumed, together=True)
             if resumed:
                 self.go_on(step)
         self.opened = True
@@ -189,14 +168,6 @@ class Record:
             self.loaded = steps.taken
             steps.loss = dict(self.seen["loss_curve"]).get(steps.taken)
 
-    def clear_leftovers(self) -> None:
-        """Deletes what killed processes have left: checkpoints that were not complete, and errors."""
-        for path in list(self.folder.iterdir()):
-            if checkpoints.is_leftover(path):
-                shutil.rmtree(path, ignore_errors=True)
-            elif re.fullmatch(r"error-rank\d+\.json", path.name):
-                path.unlink(missing_ok=True)
-
     def begin_metrics(self, step: int) -> None:
         """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
         rows, damaged = readers.rows_of(self.metrics_file)
@@ -208,37 +179,6 @@ class Record:
         lines = [line for line, row in rows if stays(row, step)]
         write_text(self.metrics_file, "".join(line + "\n" for line in lines + self.early))
         self.early.clear()
-
-    def set_aside(self, also: Iterable[str]) -> None:
-        """Moves what an earlier run has left in this folder to a folder of its own in it."""
-        files = [path for path in (self.folder / "run.json", self.metrics_file) if path.exists()]
-        found = [path for path in checkpoints.list_checkpoints(self.folder) if checkpoints.identity(path)]
-        files += [path for path in found if not path.is_symlink()]
-        if not files:
-            return
-        files += [self.folder / name for name in also if names.kind_of(self.folder / name) in ("file", "folder")]
-        try:
-            earlier = readers.value_of(self.folder / "run.json")
-            status, started = str(earlier["status"]), str(earlier["started"])
-        except (OSError, ValueError, KeyError, TypeError):
-            status, started = "of unknown state", ""
-        if status == "running" and self.lock is None:
-            raise Refused(
-                f"{self.shown} holds a run that may still be running (its file system has no locks): "
-                "choose another folder for this one, or delete its run.json if it was killed"
-            )
-        name = f"run_{re.sub('[^0-9T]', '', started)[:15] or 'earlier'}"
-        free = [name, *(f"{name}_{again}" for again in range(2, 1000))]
-        aside = next(self.folder / each for each in free if not (self.folder / each).exists())
-        aside.mkdir()
-        for path in files:
-            os.replace(path, aside / path.name)
-        status = "was killed" if status == "running" else f"is {status}"
-        self.note_once(
-            "earlier",
-            f"{self.shown} holds an earlier run, which {status}: its record is now in {aside.name}/"
-            f"{', with its checkpoints' * bool(found)}; to go on with it, load a checkpoint before the first step",
-        )
 
     def log(self, values: Any, step: Any, taken: int, device: torch.device) -> None:
         """Appends a line to metrics.jsonl. Values that JSON does not have are left out, with a note.

@@ -5,7 +5,6 @@ checkpoint.py has the files of a checkpoint, state.py its content, weight_files.
 
 import contextlib
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +12,13 @@ from typing import Any, cast
 import psutil
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from accelerate.utils.modeling import has_offloaded_params
 from safetensors import SafetensorError
 from torch import nn
 
 from faithful.checkpoint import accelerate_format, checkpoints
+from faithful.checkpoint.run_folder import several_machines
 from faithful.errors import Refused
 from faithful.evidence.record import Record
 from faithful.launch import launcher, machine, rank_sync
@@ -35,6 +35,11 @@ def all_save(state: RunState) -> bool:
             "the main process alone calls save_state, but each process holds a part of the run: call it on all of them"
         )
     return together
+
+
+def among_all(here: bool, together: bool) -> bool:
+    """What the main process says, where all processes of several machines save: each may name a folder of its own."""
+    return broadcast_object_list([here])[0] if together and several_machines() else here
 
 
 def behind_training(asked: bool) -> bool:
@@ -59,7 +64,6 @@ class Checkpoints:
         self.record, self.project, self.default = record, project, default
         self.going_on: checkpoints.Save | None = None  # that may still be written
         self.newest: tuple[int, Path] | None = None  # step and path of the last one that was saved or loaded
-        self.run = uuid.uuid4().hex  # which checkpoints are this run's: it goes on with that of the one that it loads
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"going_on": None}
@@ -120,7 +124,7 @@ class Checkpoints:
         if not together:
             self.record.note("the main process alone calls save_state: the others' random states are in no checkpoint")
         best = getattr(self.project, "best_model_checkpoint", None)  # ours: Accelerate knows of none
-        save = checkpoints.Save(folder, not together, self.project.total_limit, best, self.run)
+        save = checkpoints.Save(folder, not together, self.project.total_limit, best, self.record.own.run)
         save.step, self.going_on = state.steps.taken if together else None, save
         self.project.iteration += 1
         if save.error:
@@ -148,7 +152,7 @@ class Checkpoints:
 
     def find(self, input_dir: Path | str | None) -> Path | None:
         """The checkpoint to resume from: see checkpoints.find."""
-        self.record.claim()
+        self.record.own.claim()
         self.wait()
         with readable(self.folder if input_dir is None else input_dir):
             found = checkpoints.find(input_dir, self.folder)
@@ -168,7 +172,7 @@ class Checkpoints:
         if self.project.automatic_checkpoint_naming:
             self.project.iteration = (checkpoints.number(folder) or 0) + 1
         self.newest = state.steps.taken, folder.resolve()
-        self.run = (checkpoints.identity(folder) or {}).get("run") or self.run
+        self.record.own.run = (checkpoints.identity(folder) or {}).get("run") or self.record.own.run
         process.print(
             f"{'went back to' if state.steps.taken < reached else 'resumed from'} {folder} at step {state.steps.taken}"
         )

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import functools
 import json
 import os
 import shutil
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from conftest import distance, metrics, record, train
+from loop import loop
 
 from faithful.checkpoint import checkpoints
+from faithful.launch import launcher
 from shared.args import Refused
 from tools import export
 
@@ -95,6 +98,10 @@ def test_who_lacks_a_file_is_named(tmp_path):
     assert json.loads((newest / "trainer_state.json").read_text())["steps"]["taken"] == 6
 
 
+def files_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("checkpoint-*/*")}
 
@@ -113,16 +120,61 @@ def test_checkpoints_of_two_runs_are_never_mixed(disks, tmp_path):
     mixed, run = shutil.copytree(disks / "run", tmp_path / "mixed"), tmp_path / "run"
     shutil.rmtree(mixed / "1" / "checkpoint-6")
     shutil.copytree(disks / "again" / "1" / "checkpoint-6", mixed / "1" / "checkpoint-6")
+    theirs = files_in(mixed / "1" / "checkpoint-6")
     trained("fsdp_bf16", run, mixed, *LATEST)
     log = (tmp_path / "run.log").read_text()
     assert f"skipping {run}/checkpoint-6: node1 has another one of that name than node0" in log
     assert f"resumed from {run}/checkpoint-3 at step 3" in log
+    assert f"{run} on node1 holds checkpoints of another run, which are now in run_earlier/" in log
+    assert files_in(mixed / "1" / "run_earlier" / "checkpoint-6") == theirs
     shutil.rmtree(mixed / "1")
     shutil.copytree(disks / "again" / "1", mixed / "1")
     before = contents(mixed)
     trained("fsdp_bf16", run, mixed, *LATEST, code=2)
     assert "node1 has another one of that name than node0" in (tmp_path / "run.log").read_text()
     assert contents(mixed) == before
+
+
+def test_a_new_run_overwrites_no_checkpoint_of_an_earlier_one_on_any_disk(disks, tmp_path):
+    new = shutil.copytree(disks / "run", tmp_path / "new")
+    trained("ddp_bf16", tmp_path / "run", new)
+    for rank in (0, 1):
+        [aside] = (new / str(rank)).glob("run_*")
+        assert contents(aside) == contents(disks / "run" / str(rank)) != {}
+        now = [checkpoints.identity(new / str(rank) / f"checkpoint-{step}") for step in (3, 6)]
+        assert len({told["run"] for told in now} - {checkpoints.identity(aside / "checkpoint-6")["run"]}) == 1
+        assert not [path for path in (new / str(rank)).iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("argv", [(), pytest.param(LATEST, marks=pytest.mark.slow)], ids=["new", "latest"])
+def test_a_run_is_refused_on_all_machines_while_another_one_trains_on_one_disk(disks, tmp_path, argv):
+    new = shutil.copytree(disks / "run", tmp_path / "new")
+    before, lock = files_in(new), launcher.lock_folder(new / "1")
+
+    def impatient(rank):
+        os.close(lock)  # the fork's: the parent holds it still
+        launcher.GRACE = -4
+
+    trained("fsdp_bf16", tmp_path / "run", new, *argv, also=impatient, code=2)
+    os.close(lock)
+    said = f"refused: another run is writing to {tmp_path}/run: let it end, or choose another folder (node1)"
+    assert said in (tmp_path / "run.log").read_text() and files_in(new) == before
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_the_main_process_alone_saves_first_is_no_dead_end(disks, tmp_path):
+    """The other machine takes its folder when all take the first step."""
+
+    def save(run):
+        if run.accelerator.is_main_process:
+            run.accelerator.save_state()
+
+    new = shutil.copytree(disks / "run", tmp_path / "new")
+    trained("ddp_bf16", tmp_path / "run", new, script=functools.partial(loop, prepared=save))
+    for rank in (0, 1):
+        [aside] = (new / str(rank)).glob("run_*")
+        assert contents(aside) == contents(disks / "run" / str(rank)) != {}
+    assert [path.name for path in checkpoints.list_checkpoints(new / "0")] == ["checkpoint-0"]
 
 
 @pytest.mark.parametrize("lost", ["0", pytest.param("1", marks=pytest.mark.slow)])

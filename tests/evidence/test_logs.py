@@ -128,7 +128,7 @@ def opened(folder):
     """The record of a new run in `folder`."""
     made = Record(plan.Plan(None, "single", 1, "fp32", "cpu"), folder, folder, True)
     made.open(False, 0)
-    made.release()
+    made.own.release()
     return made
 
 
