@@ -143,7 +143,7 @@ class Run:
             error = (lost and errors_left(record.folder)) or error
             self.closed, record.status, record.error = True, "failed", error
             with record.writing("run.json"):
-                record.folder.mkdir(parents=True, exist_ok=True)
+                record.own.make()
             self.write_last()
         if record.failed_saves and not code:
             PartialState().print(f"error: {record.not_saved()}", flush=True)

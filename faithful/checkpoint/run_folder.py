@@ -40,6 +40,9 @@ class RunFolder:
         """The folder as the script names it, while that name still leads there."""
         return self.name if self.name.absolute() == self.path else self.path
 
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
     def claim(self) -> None:
         """Locks the folder against other runs, if it exists."""
         if self.owned and self.lock is None and self.path.exists():
@@ -73,7 +76,7 @@ class RunFolder:
 
     def take(self, resumed: bool) -> None:
         """Makes and locks the folder on this disk."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make()
         self.claim()
         if not resumed and self.lock is None and self.earlier()[0] == "running":
             raise Refused(

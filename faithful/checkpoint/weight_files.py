@@ -1,10 +1,5 @@
 """The files that save_model writes: `model.safetensors`, or in several files with an index."""
 
-import fcntl
-import os
-import re
-import shutil
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,16 +11,16 @@ from huggingface_hub import StateDictSplit, save_torch_state_dict, split_torch_s
 from safetensors import SafetensorError
 from torch import nn
 
-from faithful.disk import replacing, tensor_files
+from faithful.disk import tensor_files
+from faithful.disk.folders import write_files
 from faithful.disk.names import short
-from faithful.disk.replacing import sync, write_json
+from faithful.disk.replacing import write_json
 from faithful.errors import NotSaved, Refused
 from faithful.launch import launcher
 from faithful.tensors.names import local
 
 # {name: (a tensor of its shape and dtype, function that returns the whole tensor)}
 Pieces = dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]
-TEMPORARY = ".model.tmp-"
 WEIGHTS = {  # patterns of the file names of save_model, with safe_serialization and without
     True: r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?",
     False: r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?",
@@ -97,62 +92,14 @@ def write_split(
 
 
 def write_model(folder: Path, write: Callable[[Path], object], names: str) -> None:
-    """Calls `write(temporary folder)` and moves the files that it writes to `folder`. Of the files there, only those of
-    an earlier save are replaced, which have the pattern `names`. Raises NotSaved; then they are still there, or if
-    several files were being moved, they have no index."""
-    temporary = lock = None
+    """As disk.folders.write_files. Raises NotSaved."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder))
-        lock = locked(temporary)
-        write(temporary)
-        new = sorted(path.name for path in temporary.iterdir())
-        mode = replacing.created(temporary / "mode")
-        for name in new:
-            sync(temporary / name)
-            replacing.check_target(folder / name)
-        for old in folder.glob("*.index.json") if len(new) > 1 else ():
-            if re.fullmatch(names, old.name):
-                old.unlink()  # the new one comes last: until then no loader takes old and new files for one model
-        for name in new:
-            replacing.move(temporary / name, folder / name, mode)
-        sync(folder)
-        for old in folder.iterdir():  # of a save in another number of files, which a loader could prefer
-            if re.fullmatch(names, old.name) and old.name not in new:
-                old.unlink()
-        clear_leftovers(folder)
+        write_files(folder, write, names)
     except (OSError, RuntimeError, SafetensorError) as problem:
         why = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
         raise NotSaved(
             f"{folder}: the weights could not be written ({why}): free its disk, or save to another folder"
         ) from None
-    finally:
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def locked(folder: Path) -> int | None:
-    """Locks a temporary folder while this process lives. Returns the descriptor that holds the lock, or None: another
-    process has it, or there are no locks."""
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except OSError:
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Deletes the temporary folders of killed processes. Those of other machines that are writing are locked."""
-    for left in folder.glob(f"{TEMPORARY}????????"):
-        if (lock := locked(left)) is not None:
-            shutil.rmtree(left, ignore_errors=True)
-            os.close(lock)
 
 
 def offloaded_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -151,6 +151,60 @@ def asserts(folder):
                 yield f"{file.relative_to(ROOT)}:{node.lineno}", called
 
 
+# What makes, moves and deletes: functions of modules, and methods of paths.
+MOVES = {"mkdir", "makedirs", "rename", "renames", "replace", "unlink", "remove", "rmdir", "removedirs", "link"}
+MOVES |= {"symlink", "rmtree", "move", "copytree", "mkdtemp", "TemporaryDirectory"}
+OF_PATHS = {"mkdir", "rename", "replace", "unlink", "rmdir", "symlink_to", "hardlink_to", "touch"}
+OWNERS = ("faithful/checkpoint/run_folder.py", "faithful/checkpoint/checkpoints.py", "faithful/disk/")
+OTHERS = {
+    "faithful/saving/beside.py write_timm": "the config that it has just written, and that does not fit the model",
+    "shared/data.py describe": "the folder of a run under Accelerate alone",
+    "shared/data.py write": "a file of such a run, in one step: shared/ does without faithful/",
+    "shared/sft.py merge": "the index of a model whose parts are about to be written",
+}
+
+
+def moves(file):
+    """Yields the name of the function in which it stands for each call that makes, moves or deletes files or folders."""
+    tree, imported = ast.parse(file.read_text()), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported |= {(name.asname or name.name): module + name.name for name in node.names}
+    calls = [(node, "") for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+        calls += [(node, function.name) for node in ast.walk(function) if isinstance(node, ast.Call)]
+    for call, where in {call: where for call, where in calls}.items():
+        head, _, rest = ast.unparse(call.func).partition(".")
+        module, _, name = f"{imported.get(head, head)}.{rest}".rstrip(".").rpartition(".")
+        of = getattr(call.func, "value", None)  # None: a name
+        of_path = of and not (isinstance(of, ast.Name) and of.id in imported) and name in OF_PATHS
+        text = name == "replace" and len(call.args) + len(call.keywords) != 1  # of a string
+        if (module in ("os", "shutil", "tempfile") and name in MOVES) or (of_path and not text):
+            yield where
+
+
+def test_a_folder_of_a_run_has_one_owner():
+    """Nothing else makes, renames, replaces or deletes there, so that one place decides what is a run's own."""
+    found = set()
+    for room in ("faithful", "recipes", "shared"):
+        for file in sorted((ROOT / room).rglob("*.py")):
+            name = str(file.relative_to(ROOT))
+            found |= {f"{name} {where}" for where in moves(file) if not name.startswith(OWNERS)}
+    assert found == OTHERS.keys()
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import shutil as s; s.rmtree(x)", "from os import replace as r; r(x, y)", "os.path.join(x).replace(y)",
+     "x.replace(target=y)", "(x / y).unlink()", "os.makedirs(x)", "import tempfile; tempfile.mkdtemp()"],
+)  # fmt: skip
+def test_a_call_that_moves_is_found(tmp_path, line):
+    file = tmp_path / "new.py"
+    file.write_text(f"import os\ndef f():\n    {line}\n    'x'.replace('a', 'b')\n")
+    assert list(moves(file)) == ["f"]
+
+
 def test_no_code_depends_on_an_assert():
     """`python -O` drops asserts: what one does or refuses would not be done. Recipes may check a length with one."""
     assert [
