@@ -35,6 +35,7 @@ FAULTS = {
 }
 TEMPORARY = ("*.tmp", ".model.tmp-*")
 STAYS = ("checkpoint-1", "checkpoint-2", "weights")  # made before the fault
+NEW_NAMES, NEW_MOUNTS, PRIVATE, BIND = 0x04000000, 0x00020000, 0x44000, 0x1000  # of Linux's sched.h and mount.h
 WAIT = 60  # seconds for a process that should have ended
 
 
@@ -42,21 +43,21 @@ WAIT = 60  # seconds for a process that should have ended
 
 
 class Script:
-    """A tiny run in `folder`, which goes on from the newest checkpoint there."""
+    """A tiny run in `folder`, which goes on from the newest checkpoint there, or from the one that is named."""
 
-    def __init__(self, folder, steps=0, resume=True):
+    def __init__(self, folder, steps=0, resume=True, seed=0):
         import torch
         from accelerate.utils import ProjectConfiguration
 
         from faithful import Accelerator
 
         self.folder = Path(folder)
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.accelerator = Accelerator(project_config=ProjectConfiguration(str(folder), total_limit=2))
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
         if resume:
-            self.accelerator.load_state()
+            self.accelerator.load_state(None if resume is True else str(resume))
         for _ in range(steps):
             self.step()
 
@@ -69,13 +70,17 @@ class Script:
         self.accelerator.log({"loss": 1.0})
 
     def weights(self):
-        """A hash of the weights as the step has left them."""
-        state = self.accelerator.get_state_dict(self.model)
+        """A hash of the weights as the step has left them: those of this process where they are sharded."""
+        state = {name: getattr(part, "_local_tensor", part) for name, part in self.model.state_dict().items()}
+        state = {name.removeprefix("module."): part for name, part in state.items()}
         return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
-    def save(self):
-        self.accelerator.save_state()
+    def save(self, folder=None):
+        self.accelerator.save_state(folder)
         self.accelerator.checkpoints.wait()
+
+    def save_over(self):
+        self.save(self.folder / "checkpoint-2")
 
     def resume(self):
         self.accelerator.load_state()
@@ -109,14 +114,42 @@ SCENARIOS = {
     "export": (0, False, {}, Script.export, 1),
     "save of two processes": (1, True, {"FAITHFUL_ASYNC_SAVE": "0"}, Script.save, 2),
     "resume of two processes": (0, False, {}, Script.resume, 2),
+    "save over an older one": (1, True, {"FAITHFUL_ASYNC_SAVE": "0"}, Script.save_over, 1),
+}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
+# Each process is a machine with a name and, where the run's folder is, a disk of its own. It needs root. A machine is
+# killed, or its disk is full.
+MACHINES = {
+    "save of two machines": (1, True, {"FAITHFUL_ASYNC_SAVE": "0"}, Script.save, 2),
+    "save of two machines over an older one": (1, True, {"FAITHFUL_ASYNC_SAVE": "0"}, Script.save_over, 2),
+    "save of two machines behind training": (1, True, {"FAITHFUL_ASYNC_SAVE": "1"}, Script.save, 2),
+    "save of two machines in shards": (1, True, {"FAITHFUL_ASYNC_SAVE": "0"} | FSDP, Script.save, 2),
 }
 
 
 # ---- one case ----
 
 
-def forked(work, log, processes=1, env=None):
-    """Runs `work(rank)` in forks and returns ([its value or None], [exit code], output). A code of None: it hangs."""
+def disk_of_its_own(rank, run, disk):
+    """Makes this process a machine with a name of its own, on which `disk` is where others have the folder `run`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(NEW_NAMES | NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(f"node{rank}")
+    assert libc.mount(b"none", b"/", None, PRIVATE, None) == 0
+    assert libc.mount(bytes(disk), bytes(run), None, BIND, None) == 0, os.strerror(ctypes.get_errno())
+
+
+def may_mount():
+    """Whether a child of this process may have mounts of its own."""
+    child = os.fork()
+    if not child:
+        os._exit(ctypes.CDLL(None).unshare(NEW_NAMES | NEW_MOUNTS) and 1)
+    return not os.waitpid(child, 0)[1]
+
+
+def forked(work, log, processes=1, env=None, disks=None, run=None):
+    """Runs `work(rank)` in forks and returns ([its value or None], [exit code], output). A code of None: it hangs.
+    disks: with one for each process, they are machines, which have these folders where `run` is."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -132,6 +165,9 @@ def forked(work, log, processes=1, env=None):
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes),
                                   LOCAL_WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                                   ACCELERATE_USE_CPU="true")  # fmt: skip
+            if disks:
+                os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+                disk_of_its_own(rank, run, disks[rank])
             with open(log, "a") as output:
                 os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
             sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
@@ -151,7 +187,7 @@ def forked(work, log, processes=1, env=None):
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 if codes[pid]:
-                    end = min(end, time.monotonic() + WAIT / 2)
+                    end = min(end, time.monotonic() + (1 if disks else WAIT / 2))  # a launcher ends the others
         time.sleep(0.001)
     for pid in set(pids) - codes.keys():
         os.kill(pid, 9)
@@ -163,22 +199,26 @@ def forked(work, log, processes=1, env=None):
 class Campaign:
     def __init__(self, folder, name):
         self.home, self.name = Path(folder), name
-        self.steps, self.resumes, self.env, self.act, self.processes = SCENARIOS[name]
+        self.steps, self.resumes, self.env, self.act, self.processes = (SCENARIOS | MACHINES)[name]
+        self.over, self.machines = "over" in name, name in MACHINES
         self.run, self.made, self.log = self.home / "run", self.home.with_name(self.home.name + "-made"), None
         self.shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
         self.shim.operations.restype = self.shim.failed.restype = ctypes.c_char_p
         shutil.rmtree(self.home, ignore_errors=True), shutil.rmtree(self.made, ignore_errors=True)
-        self.home.mkdir(parents=True)
+        self.run.mkdir(parents=True)
+        self.disks = [self.home / f"disk{rank}" for rank in range(self.processes)] if self.machines else None
+        for disk in self.disks or []:
+            disk.mkdir()
         (self.home / "mine").write_text("mine")
         self.log = self.made.with_suffix(".log")
-        self.expected = self.fork(self.first)[0][0]
+        self.expected = self.fork(self.first)[0]
         shutil.copytree(self.home, self.made)
         self.sound = set()  # contents of the folder from which another process has gone on
-        self.files = {path: snapshot(self.made / "run" / path) for path in STAYS}
+        self.files = self.snapshots()
 
     def fork(self, work, env=None):
         self.log.write_text("")
-        return forked(work, self.log, self.processes, env)
+        return forked(work, self.log, self.processes, env or self.env, self.disks, self.run)
 
     def first(self, rank):
         """Makes the folder, and returns the weights after each step."""
@@ -230,7 +270,7 @@ class Campaign:
         told = {"step": script.accelerator.steps.taken, "weights": script.weights()}
         script.step()
         script.save()
-        if "save_model" in self.name:
+        if "save_model" in self.name or self.over:
             self.act(script)
         script.accelerator.end_training()
         if self.name == "export":
@@ -247,7 +287,8 @@ class Campaign:
             if any(codes) or any(value["error"] for value in values):
                 raise SystemExit(f"{self.name} fails without a fault: {codes} {values}\n{text}")
             for number, line in enumerate(values[of]["operations"]):
-                found += [(of, number, fault, line) for fault in FAULTS if line.split("\t")[0] in FAULTS[fault][2]]
+                faults = ("kill", "full") if self.machines else FAULTS
+                found += [(of, number, fault, line) for fault in faults if line.split("\t")[0] in FAULTS[fault][2]]
         return found
 
     def case(self, of, number, fault):
@@ -255,8 +296,10 @@ class Campaign:
         self.restore()
         values, codes, text = self.fork(lambda rank: self.faulty(rank, of, number, fault), self.env)
         wrong, told = [], values[of]
-        if None in codes:
+        if None in codes and not (self.machines and fault == "kill" and codes[of]):
             wrong.append("a process hangs")
+        if self.machines and fault != "kill" and len({value and bool(value["failed_saves"]) for value in values}) > 1:
+            wrong.append("one machine says that it could not be saved, another one does not")
         if fault != "kill":
             wrong += [f"process {rank} ends with {code}" for rank, code in enumerate(codes) if code and rank == of]
             if told and told["error"] and not in_order(told["error"], self.home):  # the others lose their peer
@@ -267,7 +310,7 @@ class Campaign:
         if told and not told["error"] and told["step"] == 0:
             wrong.append("starts at step 0, although there are checkpoints")
         if (
-            sorted(path.name for path in self.home.iterdir()) != ["mine", "run"]
+            sorted(path.name for path in self.home.iterdir()) != sorted(path.name for path in self.made.iterdir())
             or (self.home / "mine").read_text() != "mine"
         ):
             wrong.append("something outside the folder")
@@ -275,15 +318,17 @@ class Campaign:
         same = contents(self.home)
         if same in self.sound:
             return (told or {}).get("failed"), wrong, text  # another process has gone on from the same files
-        newest = max(step for step in (1, 2, 3) if self.complete(step))
+        newest = self.newest()
         again, codes, output = self.fork(self.again)
         if any(codes):
             wrong.append(f"another process cannot go on: {output[-1500:]}")
         else:
-            step = again[0]["step"]
-            if step != newest or again[0]["weights"] != self.expected[str(step)]:
-                wrong.append(f"went on from step {step}, the newest complete one is {newest}")
-            if again[0]["failed_saves"]:
+            steps = {told["step"] for told in again}
+            if steps != {newest}:
+                wrong.append(f"went on from step {steps}, the newest complete one is {newest}")
+            elif any(told["weights"] != of[str(newest)] for told, of in zip(again, self.expected, strict=True)):
+                wrong.append(f"went on with other weights than those of step {newest}")
+            if any(told["failed_saves"] for told in again):
                 wrong.append("the next save fails")
             left = [str(path.relative_to(self.home)) for kind in TEMPORARY for path in self.home.rglob(kind)]
             wrong += [f"left for ever: {', '.join(left)}"] if left else []
@@ -292,36 +337,53 @@ class Campaign:
             self.sound.add(same)
         return (told or {}).get("failed"), wrong, text
 
-    def complete(self, step):
+    def newest(self):
+        """The step of the newest checkpoint that is complete, on all disks the same one, or 0."""
         from faithful.checkpoint import checkpoints
 
-        return checkpoints.unsound(self.run / f"checkpoint-{step}") is None
+        found = {0: 0}
+        for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
+            held = [disk / name for disk in self.disks or [self.run]]
+            if not any(checkpoints.unsound(folder, rank, len(held)) for rank, folder in enumerate(held)):
+                [which, *others] = [checkpoints.identity(folder) for folder in held]
+                if others in ([], [which]):
+                    found[which["counter"]] = checkpoints.read_state(held[0])["steps"]["taken"]
+        return found[max(found)]
+
+    def snapshots(self):
+        """{name: {file: bytes}} of what was made before the fault."""
+        held = self.disks or [self.run]
+        return {
+            name: {(n, f): b for n, disk in enumerate(held) for f, b in snapshot(disk / name).items()} for name in STAYS
+        }
 
     def wrong_with_files(self, told, said):
         saves = self.name.startswith("save ") or self.name == "save"
-        now = {path: snapshot(self.run / path) for path in STAYS}
-        if now["checkpoint-2"] != self.files["checkpoint-2"]:
+        newest, now = self.newest(), self.snapshots()
+        stays = {name for name in STAYS if self.files[name].items() <= now[name].items()}
+        if "checkpoint-2" not in stays and not (self.over and newest == 3):
             yield "checkpoint-2 is not as it was"
-        if now["checkpoint-1"] != self.files["checkpoint-1"] and not (saves and self.complete(3)):
+        if "checkpoint-1" not in stays and not (saves and newest == 3):
             yield "checkpoint-1 is not as it was"
-        if saves and told and not said and not (self.complete(3) and told["newest"] == 3):
+        if saves and told and not said and not (newest == told["newest"] == 3):
             yield "a checkpoint is reported that is not complete"
         if "save_model" in self.name:
-            held, allowed = weights_in(self.run / "weights"), {self.expected["3"]}
+            held, allowed = weights_in(self.run / "weights"), {self.expected[0]["3"]}
             if said or not told:  # several files that were being moved have no index
-                allowed |= {self.expected["2"]} | ({None} if self.name.endswith("again") else set())
+                allowed |= {self.expected[0]["2"]} | ({None} if self.name.endswith("again") else set())
             if held not in allowed:
                 yield f"the weights are neither the old ones nor the new ones ({held and 'a mixture'})"
-        elif now["weights"] != self.files["weights"]:
+        elif "weights" not in stays:
             yield "the weights are not as they were"
 
     def wrong_with_record(self):
         from faithful.disk import readers
 
-        rows, damaged = readers.rows_of(self.run / "metrics.jsonl")
+        run = self.disks[0] if self.machines else self.run
+        rows, damaged = readers.rows_of(run / "metrics.jsonl")
         if damaged or not rows:
             yield f"metrics.jsonl has {damaged} damaged lines, {len(rows)} whole ones"
-        if readers.value_of(self.run / "run.json")["status"] != "finished":
+        if readers.value_of(run / "run.json")["status"] != "finished":
             yield "run.json is not that of a finished run"
 
 

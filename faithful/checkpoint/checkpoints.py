@@ -118,6 +118,8 @@ class Save:
             folder, existed, linked = broadcast_object_list([folder, existed, linked])
         if linked:
             raise Refused(f"save_state: {folder} is a symlink, which leads out of its folder: remove it")
+        if existed and not self.alone:
+            settle_together(folder)
         self.folder, self.temporary = folder, folder / STAGED if existed else folder.with_name(folder.name + ".tmp")
         # By this file the folder is known as ours, and whoever sees that of the main process has its disk.
         self.mark, self.made = self.temporary / f".{self.identity['save']}", False
@@ -134,6 +136,8 @@ class Save:
         self.error = next((error for *_, error in told if error), None)  # then there is nothing to write
 
     def make_folder(self) -> None:
+        if number(self.folder) is not None and self.folder.is_symlink():  # on a disk that the main process does not see
+            raise OSError(f"{self.folder} is a symlink, which leads out of its folder, on {socket.gethostname()}")
         self.count = next_count(self.folder.parent)
         settle(self.folder)
         refuse_others(self.folder)
@@ -175,20 +179,29 @@ class Save:
                 every |= {name: of_file | elsewhere for name, of_file in files.items()}
             self.attempt(self.complete, every, state)
         self.agree("complete the checkpoint")
+        moved = not self.error and self.folder.exists()  # from now on, and by whoever is next if it cannot be done
         if self.rank == self.keeper and not self.error:
             self.attempt(self.publish)
-        self.agree("put the checkpoint in its place")
+        told = self.together("put the checkpoint in its place", [self.error, self.outdated(state["run"])])
+        self.error = next((error for error, _ in told if error), None)
         if self.error:
-            self.give_up()
-        elif self.rank == self.keeper and self.keep:
+            moved or self.give_up()
+        elif self.rank == self.keeper:
+            for name, which in told[0][1]:  # the main process says it for all disks
+                if identity(self.folder.with_name(name)) == which:
+                    with contextlib.suppress(*DAMAGE):
+                        remove(self.folder.with_name(name))
+
+    def outdated(self, run: str) -> list[tuple[str, dict[str, Any]]]:
+        """Names and identities of the run's earlier checkpoints that are not to be kept, by the main process's disk."""
+        told: dict[Path, dict[str, Any]] = {}
+        if self.main and self.keep:
             with contextlib.suppress(OSError):  # the new one is complete; the next save deletes more
                 others = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
                 others = [path for path in others if not path.is_symlink()]
-                told = {path: of for path in others if (of := identity(path)) and of["run"] == state["run"]}
-                known = sorted(told, key=lambda path: (path != self.best, -told[path]["counter"]))
-                for old in known[max(self.keep - 1, int(self.best in known)) :]:
-                    with contextlib.suppress(*DAMAGE):
-                        remove(old)
+                told = {path: of for path in others if (of := identity(path)) and of["run"] == run}
+        known = sorted(told, key=lambda path: (path != self.best, -told[path]["counter"]))
+        return [(path.name, told[path]) for path in known[max((self.keep or 0) - 1, int(self.best in known)) :]]
 
     def attempt(self, action: Callable[..., None], *values: Any) -> None:
         try:
@@ -251,15 +264,25 @@ def sees(file: Path) -> bool:
         return False
 
 
-def settle(folder: Path) -> None:
+def settle_together(folder: Path) -> None:
+    """`settle`, of a save of which each machine has its files, there or in their place. Every rank calls it."""
+    here = identity(folder), identity(folder, staged=True)
+    told = gather_object([here])
+    if here[1] and all(here[1] in there for there in told):
+        settle(folder, everywhere=True)
+
+
+def settle(folder: Path, everywhere: bool = False) -> None:
     """Moves a complete checkpoint from `folder`/.checkpoint.tmp to `folder`, if all of its files are what was written,
-    and deletes the files of the one that was there. Other files stay. Several processes may call it at once."""
+    and deletes the files of the one that was there. Other files stay. Several processes may call it at once.
+    everywhere: whether it is complete on all disks; else one of which other disks have files stays where it is."""
     staged = folder / STAGED
     if staged.is_symlink() or not (staged / MANIFEST).exists():
         return  # nothing there, or not complete
     with contextlib.suppress(*DAMAGE):  # whatever is there, it is no checkpoint of ours: it stays as it is
         new = manifest_of(staged)
-        if all(moved_or_sound(staged, folder, name, wanted) for name, wanted in new.items()):
+        alone = not any("keeper" in wanted for wanted in new.values())
+        if (alone or everywhere) and all(moved_or_sound(staged, folder, *of) for of in new.items()):
             take_over(folder, new)
 
 
@@ -313,12 +336,15 @@ def take_over(folder: Path, new: Mapping[str, object]) -> None:
     shutil.rmtree(staged, ignore_errors=True)
 
 
-def identity(folder: Path) -> dict[str, Any] | None:
+def identity(folder: Path, staged: bool = False) -> dict[str, Any] | None:
     """What tells a complete checkpoint from every other one: its counter, and the ids of the run and of the save, which
-    are None in one of an earlier version. The same on the disks of all machines. None where it has none of ours."""
+    are None in one of an earlier version. The same on the disks of all machines. None where it has none of ours.
+    staged: of the one that is about to be moved to `folder`."""
+    place = folder / STAGED if staged else folder
+    file = place / STATE if (place / STATE).exists() else folder / STATE  # where it has been moved
     try:
-        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)
-        return {key: state.get(key) for key in ("run", "save", "counter")} if (folder / MANIFEST).exists() else None
+        state = readers.of_kind(file, readers.value_of(file), AGE)
+        return {key: state.get(key) for key in ("run", "save", "counter")} if (place / MANIFEST).exists() else None
     except (OSError, ValueError):
         return None
 
@@ -393,10 +419,9 @@ def next_count(output_dir: Path | str) -> int:
 def candidates(output_dir: Path | str) -> list[Path]:
     """The checkpoints in the order in which to look for a sound one: the newest first. Before them those whose state is
     damaged, so that they are named: nothing says how new they are."""
-    folders = list_checkpoints(output_dir)
-    for folder in folders:
+    for folder in list_checkpoints(output_dir):
         settle(folder)
-    return sorted(folders, key=lambda folder: not has_damaged_state(folder))
+    return sorted(list_checkpoints(output_dir), key=lambda folder: not has_damaged_state(folder))
 
 
 def has_damaged_state(folder: Path) -> bool:
@@ -473,6 +498,7 @@ def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
             folders = folders + candidates(output_dir)  # what is on the disk of this machine
     listed = [folders] if wanted is None else [[Path(wanted)]]
     for folder in dict.fromkeys(folder for each in gather_object(listed) for folder in each):
+        settle_together(folder)
         here = process.process_index, process.num_processes
         reason = None if is_accelerates(folder) else unsound(folder, *here)
         launcher.wait_for_all("verify the checkpoint")

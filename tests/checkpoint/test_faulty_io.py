@@ -5,6 +5,7 @@ import faulty_io
 import pytest
 
 ONE = [name for name, (*_, processes) in faulty_io.SCENARIOS.items() if processes == 1]
+MACHINES = list(faulty_io.MACHINES)
 TWO = [name for name in faulty_io.SCENARIOS if name not in ONE]
 
 
@@ -35,4 +36,12 @@ def test_every_operation_fails_once(tmp_path, name):
 @pytest.mark.parametrize("name", TWO)
 def test_operations_of_two_processes(tmp_path, name):
     """The other process ends, too."""
+    check(tmp_path, [name], 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MACHINES)
+def test_kills_and_full_disks_of_one_of_two_machines(tmp_path, name):
+    if not faulty_io.may_mount():
+        pytest.skip("a disk for each process needs the right to mount")
     check(tmp_path, [name], 12)

@@ -1,14 +1,13 @@
 """Two machines whose folders of the same name are on disks of their own."""
 
-import ctypes
 import errno
 import functools
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
+import faulty_io
 import pytest
 from conftest import distance, metrics, record, train
 from loop import loop
@@ -19,19 +18,8 @@ from shared.args import Refused
 from tools import export
 
 STEPS = ("--max_steps", 6, "--save_steps", 3, "--save_total_limit", 9, "--logging_steps", 1, "--eval_steps", 0)
-NEW_NAMES, NEW_MOUNTS, PRIVATE, BIND = 0x04000000, 0x00020000, 0x44000, 0x1000  # of Linux's sched.h and mount.h
-LIBC = ctypes.CDLL(None, use_errno=True)
 
-
-def may_mount():
-    """Whether a child of this process may have mounts of its own."""
-    child = os.fork()
-    if not child:
-        os._exit(LIBC.unshare(NEW_NAMES | NEW_MOUNTS) and 1)
-    return not os.waitpid(child, 0)[1]
-
-
-pytestmark = pytest.mark.skipif(not may_mount(), reason="a disk for each process needs the right to mount")
+pytestmark = pytest.mark.skipif(not faulty_io.may_mount(), reason="a disk for each process needs the right to mount")
 
 
 def machine_of_its_own(run, disks):
@@ -41,10 +29,7 @@ def machine_of_its_own(run, disks):
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         disk = Path(disks, str(rank))
         disk.mkdir(parents=True, exist_ok=True)
-        assert LIBC.unshare(NEW_NAMES | NEW_MOUNTS) == 0
-        socket.sethostname(f"node{rank}")
-        assert LIBC.mount(b"none", b"/", None, PRIVATE, None) == 0
-        assert LIBC.mount(bytes(disk), bytes(run), None, BIND, None) == 0, os.strerror(ctypes.get_errno())
+        faulty_io.disk_of_its_own(rank, run, disk)
 
     return before
 
