@@ -4,11 +4,11 @@ found in an earlier version, each tried again on two checkouts.
     git worktree add ../before 0150a8e
     python benchmarks/attacks.py --before ../before --output results/faults.json
     python benchmarks/attacks.py --checkout ../before --only 3 8        prints what these faults do there
-    python benchmarks/attacks.py --families pages --output results/faults.json       runs one family's tests again
+    python benchmarks/attacks.py --families pages --output results/faults.json       runs one family again
 
 families      cases that were tried, and those that did no harm: nothing lost, nothing touched outside the folder, one
               line that names the file. tests/faulty_io.py makes those of file operations, the tests that a row names
-              make the others, and some of them draw inputs.
+              make the others, and some of them draw inputs. Those of two machines need root.
 the_thirteen  for each fault: whether it is held off, and what happened, `before` and `now`
 """
 
@@ -41,7 +41,10 @@ FAMILIES = {  # name: what pytest is given
     "numbers of options and keys": ["tests/config/test_ranges.py"],
     "what reaches a terminal": ["tests/launch/test_printing.py"],
     "pages": ["tests/tools/test_page.py", "tests/tools/test_show.py"],
+    "two runs in a folder": ["tests/checkpoint/test_run_folder.py"],
+    "two machines' disks that differ": ["tests/checkpoint/test_two_disks.py", "tests/checkpoint/test_own_disks.py"],
 }  # fmt: skip
+DISKS = "saves of two machines"  # one is killed, or its disk is full, at every file operation
 STEPS = ["--model", "vit_nano", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0", "--logging_steps", "1"]
 LAUNCH = ["tools/accelerate_launch.py", "--config_file"]
 SECONDS = 300  # after which an attack has hung the program, on a machine that has other work, too
@@ -348,6 +351,20 @@ def operations(every):
     ]
 
 
+def of_machines(every):
+    """The row of kills and full disks of two machines with disks of their own: by scenario, fault and operation."""
+    import faulty_io
+
+    with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
+        found = [row for name in faulty_io.MACHINES for row in faulty_io.campaign(folder, [name], every, 7200)]
+    for row in found:
+        print(*row["wrong"], sep="\n", end="")
+    keys = ("scenario", "fault", "operation")
+    row = {"family": DISKS} | counted(found)
+    print(json.dumps(row), flush=True)
+    return row | {"rows": [{key: each[key] for key in keys} | counted([each]) for each in found]}
+
+
 def counted(rows):
     """Cases of faulty_io.campaign: how many, and how many of them left all as it should be."""
     case = re.compile(r".*?, operation \d+")  # of which there may be several lines
@@ -376,13 +393,13 @@ def family(name, words):
     return row
 
 
-def again(names, output):
-    """Runs the tests of these families, and writes their rows in the place of those in the output file."""
-    here = {key: value for key, value in origin().items() if key in ("date", "versions", "device")}
-    rows = {name: family(name, FAMILIES[name]) | here for name in names}
+def again(names, every, output):
+    """Runs these families, and writes their rows in the place of those in the output file."""
+    here = {key: value for key, value in origin(("accelerate",)).items() if key in ("date", "versions", "device")}
+    rows = {name: (of_machines(every) if name == DISKS else family(name, FAMILIES[name])) | here for name in names}
     if output:
         before = made(output)
-        families = [rows.get(row["family"], row) for row in before["families"]]
+        families = list(({row["family"]: row for row in before["families"]} | rows).values())
         figures = before | {"command": command(before["command"]), "families": families}
         output.write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -394,12 +411,15 @@ def main():
     parser.add_argument("--before", type=Path, help="checkout of the earlier version")
     parser.add_argument("--only", type=int, nargs="+", choices=NUMBERS, default=NUMBERS, help="of the thirteen")
     parser.add_argument(
-        "--families", nargs="+", choices=FAMILIES, help="only their rows; the rest is in the output file"
+        "--families",
+        nargs="+",
+        choices=[*FAMILIES, DISKS],
+        help="only their rows; the rest is in the output file",
     )
     parser.add_argument("--every", type=int, default=1, help="let one of this many file operations fail")
     args = parser.parse_args()
     if args.families:
-        return again(args.families, args.output)
+        return again(args.families, args.every, args.output)
     now = thirteen(args.checkout.resolve(), args.only)
     if not args.output:
         return
@@ -415,7 +435,7 @@ def main():
     ]
     with ThreadPoolExecutor(2) as both:  # each waits for processes of its own
         tested = both.submit(lambda: [family(*row) for row in FAMILIES.items()])
-        families = [*operations(args.every), *filter(None, tested.result())]
+        families = [*operations(args.every), of_machines(args.every), *filter(None, tested.result())]
     figures = {"commit_before": commit.stdout.strip(), "families": families, "the_thirteen": rows}
     save(args.output, figures, ("accelerate", "hypothesis"))
 
