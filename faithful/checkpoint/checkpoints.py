@@ -125,15 +125,15 @@ class Save:
         self.mark, self.made = self.temporary / f".{self.identity['save']}", False
         if self.main:
             self.attempt(self.make_folder)
-        told = self.together("make the checkpoint's folder", [str(self.mark), socket.gethostname(), self.error])
-        if len({machine for _, machine, _ in told}) > 1:
+        told = self.together("make the checkpoint's folder", [str(self.mark), self.error])
+        if process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # there are several machines
             if not self.main and not sees(Path(told[0][0])):
                 self.keeper = self.rank - process.local_process_index
                 if self.rank == self.keeper:
                     self.attempt(self.make_folder)
-            told = self.together("make the checkpoint's folder on each disk", [self.count, None, self.error])
-            self.count = max((count for count, *_ in told if count), default=None)
-        self.error = next((error for *_, error in told if error), None)  # then there is nothing to write
+            told = self.together("make the checkpoint's folder on each disk", [self.count, self.error])
+            self.count = max((count for count, _ in told if count), default=None)
+        self.error = next((error for _, error in told if error), None)  # then there is nothing to write
 
     def make_folder(self) -> None:
         if number(self.folder) is not None and self.folder.is_symlink():  # on a disk that the main process does not see

@@ -1,10 +1,13 @@
 """What one of two machines alone has lost, got or kept on its disk, and two runs in one folder. The run goes on from the
 newest checkpoint that both have, with the same weights, or is refused; what was complete stays."""
 
+import errno
 import json
 import os
 import shutil
+import socket
 import time
+from pathlib import Path
 
 import faulty_io
 import pytest
@@ -262,3 +265,40 @@ def test_a_save_over_an_older_one_is_on_both_machines_or_on_none(made, tmp_path,
     assert which == "old" or not list(
         disks.rglob("*.tmp")
     )  # the next save there, or pruning, deletes what is not complete
+
+
+@pytest.mark.slow
+def test_machines_of_one_name(made, tmp_path):
+    """Images of machines that were cloned are all called localhost, say."""
+
+    def same(rank, folder):
+        socket.sethostname("localhost")
+        return goes_on(rank, folder)
+
+    disks = shutil.copytree(made[0] / "run", tmp_path / "disks")
+    for step in (3, 4):
+        told, text = machines(disks, same)
+        assert [(each["step"], each["failed"]) for each in told] == [(step, 0)] * 2, text
+
+
+@pytest.mark.slow
+def test_a_folder_that_one_machine_cannot_list(made, tmp_path):
+    def unreadable(rank, folder):
+        script, real = Script(folder), os.listdir
+
+        def fails(path="."):
+            if rank and Path(path) == folder:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path)
+
+        os.listdir = fails
+        script.step()
+        script.save()
+        return script.accelerator.record.failed_saves
+
+    disks = shutil.copytree(made[0] / "run", tmp_path / "disks")
+    before = snapshot(disks)
+    told, text = machines(disks, unreadable)
+    assert told == [1, 1] and "checkpoint-4 could not be written ([Errno 5] Input/output error)" in text, text
+    now = snapshot(disks)
+    assert all(now[name] == before[name] for name in before if "checkpoint" in name)
