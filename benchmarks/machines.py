@@ -1,11 +1,12 @@
-"""Starts two machines in thirteen cases in which something differs, dies or never comes, and sees how that ends.
+"""Starts two machines in sixteen cases in which something differs, dies or never comes, and sees how that ends.
 
     python benchmarks/machines.py --output results/machines.json
     python benchmarks/machines.py --by accelerate --cases learning_rate killed_1 --output machines.json
 
 The machines are two network namespaces with names and disks of their own (it needs root). Each case runs under
 ./launch.sh, with recipes/vit.py, and under `accelerate launch` and torchrun, as they are, with the loop `plain` below:
-Accelerate's own Accelerator, which saves every 10 steps and goes on from the newest checkpoint.
+Accelerate's own Accelerator, which saves every 10 steps and goes on from the newest checkpoint. In the cases of disks a
+run has ended at step 40, and is started again with the machine's disk as the case says.
 
 seconds     from the start, or from the kill or the signal, until both launchers have ended; null: not within LIMIT
 exit_codes  of the two machines; null: still there after LIMIT
@@ -43,6 +44,9 @@ CASES = {  # {case: what the second machine gets instead, or what happens at ste
     "sigterm_to_launcher_0": {"signal": 0},
     "sigterm_to_a_worker": {"signal": 1, "worker": True},
     "link_cut": {"cut": True},
+    "0_lost_its_disk": {"disk": 0},
+    "1_lost_its_disk": {"disk": 1},
+    "1_has_a_save_of_another_run": {"disk": 1, "other": True},
 }
 SHARED = ("1_killed_and_back", "0_killed_and_back", "sigterm_to_launcher_0", "sigterm_to_a_worker", "link_cut")
 LAUNCHERS = ("./launch.sh", "accelerate", "torchrun")
@@ -52,9 +56,10 @@ def plain(output: str, learning_rate: float, seed: int, steps: int) -> None:
     """What a script does that knows nothing of this project. Saves as Accelerate does."""
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import set_seed
+    from accelerate.utils import ProjectConfiguration, set_seed
 
-    accelerator = Accelerator(cpu=True)
+    each = "DISK" in os.environ  # the machines have disks of their own
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(save_on_each_node=each))
     set_seed(seed)
     data = [(i, torch.randn(64)) for i in range(4096)]
     model = torch.nn.Linear(64, 10)
@@ -81,7 +86,7 @@ def plain(output: str, learning_rate: float, seed: int, steps: int) -> None:
         if step % 10 == 0:
             accelerator.save_state(str(folder / f"checkpoint-{step}"))
             accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
+            if accelerator.is_local_main_process if each else accelerator.is_main_process:
                 (folder / f"checkpoint-{step}" / "done").touch()
         if step >= steps:
             break
@@ -91,18 +96,13 @@ def plain(output: str, learning_rate: float, seed: int, steps: int) -> None:
     accelerator.end_training()
 
 
-def line_of(by, case, machine, folder):
-    """The command line of one machine, and its environment."""
+def line_of(by, case, machine, folder, steps=STEPS, own=()):
+    """The command line of one machine, and its environment. own: more options."""
     there = CASES[case] if machine else {}
     rank = there.get("rank", machine)
-    output = folder / ("run" if case in SHARED else f"disk{machine}/run")
-    options = [
-        "--output_dir",
-        output,
-        "--max_steps",
-        5000 if "signal" in CASES[case] else STEPS,
-        *there.get("argv", []),
-    ]
+    output = folder / ("run" if case in SHARED or "disk" in CASES[case] else f"disk{machine}/run")
+    options = ["--output_dir", output, "--max_steps", 5000 if "signal" in CASES[case] else steps, *own]
+    options += there.get("argv", [])
     env = {"MACHINE": str(machine), "MARK": str(folder), "OMP_NUM_THREADS": "1"}
     if by == "./launch.sh":
         config = there.get("config", f"ddp_{there.get('precision', 'fp32')}")
@@ -121,6 +121,37 @@ def line_of(by, case, machine, folder):
     return ["torchrun", *words, *script], env | {"ACCELERATE_MIXED_PRECISION": there.get("precision", "no")}
 
 
+def start(machines, by, case, machine, folder, disk=None, **more):
+    """Starts one machine. disk: it is where its processes see the run's folder."""
+    line, env = line_of(by, case, machine, folder, **more)
+    if disk:
+        disk.mkdir(exist_ok=True), (folder / "run").mkdir(exist_ok=True)
+        bind = 'mount --make-rprivate / && mount --bind "$0" "$1" && shift && exec "$@"'
+        line, env = ["unshare", "--mount", "sh", "-c", bind, disk, folder / "run", *line], env | {"DISK": str(disk)}
+    machines.start(machine, line, env)
+
+
+def before(machines, by, case, folder):
+    """A run that has ended, after which a machine has lost its disk, or has got a checkpoint of another run. Returns
+    [the disk of each machine]."""
+    disks = [folder / f"disk{machine}" for machine in (0, 1)]
+    other = [folder / f"other{machine}" for machine in (0, 1)]
+    for seed, where in enumerate([disks, other] if "other" in CASES[case] else [disks]):
+        for machine in (0, 1):
+            start(machines, by, case, machine, folder, where[machine], steps=STEPS // 2, own=["--seed", seed])
+        if codes := [code for code in machines.wait() if code]:
+            raise SystemExit(f"{by} {case}: the first run ends with {codes}\n{machines.log(0)[-2000:]}")
+    at, newest = CASES[case]["disk"], f"checkpoint-{STEPS // 2}"
+    if "other" in CASES[case]:
+        shutil.rmtree(disks[at] / newest)
+        shutil.copytree(other[at] / newest, disks[at] / newest)
+    else:
+        shutil.rmtree(disks[at])
+    for file in [*folder.glob("**/made-*.json"), *folder.glob("node*.log")]:
+        file.unlink()
+    return disks
+
+
 def measure(by, case, folder):
     sys.path[:0] = [str(ROOT / "tests" / "launch"), str(ROOT / "tests")]
     from test_machines import Machines
@@ -128,15 +159,17 @@ def measure(by, case, folder):
     what = CASES[case]
     comes = what.get("comes", [0, 1])
     with Machines(folder, HOSTS) as machines:
+        disks = before(machines, by, case, folder) if "disk" in what else [None, None]
+        there = complete(disks)
         for machine in comes:
-            machines.start(machine, *line_of(by, case, machine, folder))
+            start(machines, by, case, machine, folder, disks[machine])
         began = time.monotonic()
         if case in SHARED:
             until_step(folder / "run", 25)
             began = time.monotonic()
         if "kill" in what:
             machines.kill(what["kill"])
-            machines.start(what["kill"], *line_of(by, case, what["kill"], folder))
+            start(machines, by, case, what["kill"], folder)
         elif "signal" in what:
             process = psutil.Process(machines.running[what["signal"]].pid)
             if "worker" in what:  # only the launcher's workers have a rank
@@ -154,8 +187,15 @@ def measure(by, case, folder):
                 machines.running[machine].kill()
         orphans = left_behind(folder)
         lines = [len([line for line in log_of(machines, at) if not line.startswith("step ")]) for at in (0, 1)]
+        gone = len(there - complete(disks))
+        words = f"{gone} checkpoints" if gone and any(codes) else lost(case, codes, folder)
         return {"launcher": by, "case": case, "seconds": seconds, "exit_codes": codes, "lines": lines,
-                "orphans": orphans, "lost": lost(case, codes, folder)}  # fmt: skip
+                "orphans": orphans, "lost": words}  # fmt: skip
+
+
+def complete(disks):
+    """The checkpoints on the machines' own disks."""
+    return {path for disk in disks if disk for path in disk.glob("checkpoint-*[0-9]")}
 
 
 def log_of(machines, at):
@@ -199,7 +239,7 @@ def left_behind(folder):
 
 def lost(case, codes, folder):
     """In words. Of a run that has ended, what is there of it tells."""
-    run = folder / "run" if case in SHARED else folder / "disk0" / "run"
+    run = folder / ("run" if case in SHARED else "disk0" if "disk" in CASES[case] else "disk0/run")
     left = [json.loads(file.read_text()) for file in sorted(folder.glob("**/made-*.json"))]
     kept = sorted(int(path.name.split("-")[1]) for path in run.glob("checkpoint-*[0-9]"))
     if codes == [0, 0]:
@@ -216,6 +256,8 @@ def lost(case, codes, folder):
         return ", ".join(words) or "nothing"
     if None in codes:
         return "the time until somebody looks"
+    if "disk" in CASES[case] and codes == [2, 2]:
+        return "nothing: it was refused"
     if kept and {*codes} == {143}:
         return f"nothing: saved at step {kept[-1]}"
     return f"the run after step {kept[-1]}" if kept else "the run" if case in SHARED else "nothing: it had not begun"

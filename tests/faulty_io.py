@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -344,13 +345,22 @@ class Campaign:
         """The step of the newest checkpoint that is complete, on all disks the same one, or 0."""
         from faithful.checkpoint import checkpoints
 
-        found = {0: 0}
+        found, held = {0: 0}, self.disks or [self.run]
         for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
-            held = [disk / name for disk in self.disks or [self.run]]
-            if not any(checkpoints.unsound(folder, rank, len(held)) for rank, folder in enumerate(held)):
-                [which, *others] = [checkpoints.identity(folder) for folder in held]
-                if others in ([], [which]):
-                    found[which["counter"]] = checkpoints.read_state(held[0])["steps"]["taken"]
+            with tempfile.TemporaryDirectory() as copy:  # nothing is moved to its place before another process looks
+                there = [Path(copy, str(at), name) for at in range(len(held))]
+                for disk, folder in zip(held, there, strict=True):
+                    folder.mkdir(parents=True)
+                    if (disk / name).is_dir():
+                        shutil.copytree(disk / name, folder, dirs_exist_ok=True)
+                saves = [[checkpoints.identity(folder, staged) for staged in (False, True)] for folder in there]
+                for folder, (_, staged) in zip(there, saves, strict=True):
+                    if staged and all(staged in save for save in saves):
+                        checkpoints.settle(folder, everywhere=True)
+                if not any(checkpoints.unsound(folder, rank, len(held)) for rank, folder in enumerate(there)):
+                    [which, *others] = [checkpoints.identity(folder) for folder in there]
+                    if others in ([], [which]):
+                        found[which["counter"]] = checkpoints.read_state(there[0])["steps"]["taken"]
         return found[max(found)]
 
     def snapshots(self):
