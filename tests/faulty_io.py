@@ -393,9 +393,10 @@ class Campaign:
         from faithful.disk import readers
 
         run = self.disks[0] if self.machines else self.run
-        rows, damaged = readers.rows_of(run / "metrics.jsonl")
+        rows = [row for _, row in readers.rows_of(run / "metrics.jsonl")]
+        damaged = rows.count(None)
         if damaged or not rows:
-            yield f"metrics.jsonl has {damaged} damaged lines, {len(rows)} whole ones"
+            yield f"metrics.jsonl has {damaged} damaged lines, {len(rows) - damaged} whole ones"
         if readers.value_of(run / "run.json")["status"] != "finished":
             yield "run.json is not that of a finished run"
 

@@ -14,6 +14,7 @@ from shared import args
 from shared.args import Refused
 
 SCHEMA = 3  # of run.json
+MOST = 2_000_000  # numbers of metrics.jsonl that a tool holds at once
 NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
 ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
 # Options that may differ: they do not change what is computed, or are compared as the global batch and the seed.
@@ -111,12 +112,17 @@ def believed(folder: Path) -> Iterator[None]:
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl that have a step, with the numbers in them: {name: number}. Torn rows are left out, and
-    what a script has logged beside numbers. Raises Refused if it is no file."""
+    what a script has logged beside numbers. Raises Refused if it is no file, or has more numbers than MOST."""
+    rows, count = [], 0
     try:
-        rows = [row for _, row in readers.rows_of(folder / "metrics.jsonl")[0] if number(row.get("step"))]
-        return [{key: value for key, value in row.items() if number(value)} for row in rows]
+        for _, row in readers.rows_of(folder / "metrics.jsonl"):
+            if row is not None and number(row.get("step")):
+                rows.append({key: value for key, value in row.items() if number(value)})
+                if (count := count + len(rows[-1])) > MOST:
+                    raise Refused(f"{folder}/metrics.jsonl has more than {MOST:,} numbers: too many to show")
     except OSError as error:
         raise Refused(f"{folder}/metrics.jsonl cannot be read: {error}") from None
+    return rows
 
 
 def over_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,35 +1,47 @@
 """What a JSON file of ours must hold. A file may be damaged, or made by anyone: keys, types and ranges are checked here
 and nowhere else. Each function raises Damaged with a line that names the file."""
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from faithful.disk.names import opened, short
 
-LARGEST = 1 << 27  # bytes of a JSON file of ours, and half as many as of metrics.jsonl
-MOST = 4_000_000  # values in it, each of which takes up to 150 bytes of memory; in metrics.jsonl twice as many
+# What is read takes at most 5 seconds and 500 MB of memory, whatever is in it: docs/runs.md has the bounds.
+LARGEST = 1 << 25  # bytes of a JSON file of ours
+MOST = 1_500_000  # values in it
 DEEPEST = 200  # objects and lists in one another
+LONGEST_LOG, MOST_ROWS, MOST_LOGGED = 3 << 25, 1_000_000, 6_000_000  # bytes, lines and values of metrics.jsonl
+LONGEST_ROW = 1 << 20  # bytes of a line
+DECODER = json.JSONDecoder()
 
 
 class Damaged(ValueError):
     """A file does not hold what it should. The message is one line that names the file."""
 
 
-def bytes_of(path: Path | str, times: int = 1) -> bytes:
-    """The bytes of a regular file, at most LARGEST, `times` as many. Raises OSError, which names it."""
+@contextlib.contextmanager
+def reading(path: Path | str, most: int) -> Iterator[BinaryIO]:
+    """A regular file of at most so many bytes. Raises OSError, which names it."""
     try:
         with os.fdopen(opened(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size > times * LARGEST:
-                raise OSError(errno.EFBIG, f"larger than {times * LARGEST >> 20} MiB", str(path))
-            return file.read()
+            if os.fstat(file.fileno()).st_size > most:
+                raise OSError(errno.EFBIG, f"larger than {most >> 20} MiB", str(path))
+            yield file
     except OSError as error:
         if error.errno and not error.filename:  # an error in reading knows the descriptor alone
             error.filename = str(path)
         raise
+
+
+def bytes_of(path: Path | str) -> bytes:
+    """The bytes of a regular file, at most LARGEST. Raises OSError, which names it."""
+    with reading(path, LARGEST) as file:
+        return file.read()
 
 
 def values_in(text: bytes) -> int:
@@ -50,10 +62,10 @@ def value_of(path: Path | str) -> Any:
         raise Damaged(f"{path} is not JSON ({str(error).splitlines()[0]})") from None
 
 
-def parsed(text: bytes | str) -> Any:
+def parsed(text: bytes) -> Any:
     """The value that a JSON text holds. Raises ValueError, and RecursionError where it is nested too deep."""
-    value = json.loads(text)
-    level = [value]
+    value = DECODER.decode(text.decode())  # not json.loads, which takes halves of characters for text
+    level = [value] if text.count(b"[") + text.count(b"{") > DEEPEST else []
     for _ in range(DEEPEST):
         level = [inner for one in level if isinstance(one, dict | list) for inner in inside_of(one)]
         if not level:
@@ -115,24 +127,19 @@ def word(value: object) -> bool:
     return value is None or isinstance(value, str) and len(value) <= 255 and value.isprintable()
 
 
-def rows_of(path: Path | str) -> tuple[list[tuple[str, dict[str, Any]]], int]:
-    """([(line, row)], number of damaged lines) of a file with a JSON object in each line, as a crash leaves it: whole
-    lines are read, torn ones counted. Without a file ([], 0). Raises OSError if it cannot be read."""
-    try:
-        text = bytes_of(path, 2)
-    except FileNotFoundError:
-        return [], 0
-    if values_in(text) > 2 * MOST:
-        raise OSError(errno.EFBIG, f"more than {2 * MOST:,} values", str(path))
-    lines = text.split(b"\n")
-    whole, damaged = [], 0
-    for line in filter(bytes.strip, lines):
-        try:
-            row = parsed(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            whole.append((line.decode(), row))
-        else:
-            damaged += 1
-    return whole, damaged
+def rows_of(path: Path | str) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(line, row) for each line of a file with a JSON object in each, as a crash leaves it: where a line is torn the
+    row is None. Without a file there is none. Raises OSError if it cannot be read, and in its midst if it is too
+    long."""
+    with contextlib.suppress(FileNotFoundError), reading(path, LONGEST_LOG) as file:
+        values = 0
+        for number, line in enumerate(filter(bytes.strip, file)):
+            values += values_in(line)
+            if number == MOST_ROWS or values > MOST_LOGGED:
+                many = f"{MOST_ROWS:,} lines" if number == MOST_ROWS else f"{MOST_LOGGED:,} values"
+                raise OSError(errno.EFBIG, f"more than {many}", str(path))
+            try:
+                row = parsed(line) if len(line) <= LONGEST_ROW else None
+                yield line.decode().strip(), row if isinstance(row, dict) else None
+            except (ValueError, RecursionError):
+                yield "", None

@@ -29,7 +29,7 @@ from faithful import plan
 from faithful.checkpoint.run_folder import METRICS, RunFolder
 from faithful.config import config_file, settings
 from faithful.disk import names, readers, secrets
-from faithful.disk.replacing import write_json, write_text
+from faithful.disk.replacing import replaced, write_json
 from faithful.launch import machine
 from faithful.plan import Plan
 
@@ -170,14 +170,18 @@ class Record:
 
     def begin_metrics(self, step: int) -> None:
         """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
-        rows, damaged = readers.rows_of(self.metrics_file)
+        damaged = 0
+        with replaced(self.metrics_file) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for line, row in readers.rows_of(self.metrics_file):
+                damaged += row is None
+                if row is not None and stays(row, step):
+                    file.write(line + "\n")
+            file.writelines(line + "\n" for line in self.early)
         if damaged:
             lines = "a line that is" if damaged == 1 else f"{damaged} lines that are"
             self.note_once(
                 "damaged rows", f"{self.shown}/metrics.jsonl has {lines} damaged, as after a crash: left out"
             )
-        lines = [line for line, row in rows if stays(row, step)]
-        write_text(self.metrics_file, "".join(line + "\n" for line in lines + self.early))
         self.early.clear()
 
     def log(self, values: Any, step: Any, taken: int, device: torch.device) -> None:
@@ -288,7 +292,11 @@ def stays(row: dict[str, Any], step: int) -> bool:
 
 
 def append(path: Path, line: str) -> None:
-    """Appends a line to a file: all of it or, on a full disk, nothing."""
+    """Appends a line to a file: all of it or, on a full disk, nothing. A file that has another name, too, is copied: it
+    may lie elsewhere."""
+    if names.kind_of(path) == "file" and os.lstat(path).st_nlink > 1:
+        with replaced(path) as own:
+            shutil.copyfile(path, own)
     with os.fdopen(names.opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
         before, data = file.tell(), line.encode() + b"\n"
         try:

@@ -143,14 +143,45 @@ def test_two_runs_of_one_second_have_two_folders(monkeypatch):
 
 
 def test_a_file_of_very_many_values_is_refused_before_they_are_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers.json, "loads", None)
+    monkeypatch.setattr(readers, "DECODER", None)
     many = tmp_path / "many.json"
     many.write_bytes(b"[" + b"{}," * (readers.MOST // 2) + b"{}]")
-    with pytest.raises(readers.Damaged, match="many.json holds more than 4,000,000 values"):
+    with pytest.raises(readers.Damaged, match="many.json holds more than 1,500,000 values"):
         readers.value_of(many)
-    many.write_bytes(b'{"a":1}\n' * (2 * readers.MOST + 1))
-    with pytest.raises(OSError, match="more than 8,000,000 values"):
-        readers.rows_of(many)
+    many.write_bytes(b'"' + b"a" * readers.LARGEST + b'"')
+    with pytest.raises(OSError, match="larger than 32 MiB"):
+        readers.value_of(many)
+
+
+def test_rows_that_are_too_many_or_too_long_are_not_read(tmp_path):
+    many = tmp_path / "metrics.jsonl"
+    many.write_bytes(b"\n{}" * (readers.MOST_ROWS + 1))
+    with pytest.raises(OSError, match="more than 1,000,000 lines"):
+        sum(1 for _ in readers.rows_of(many))
+    many.write_bytes(b'{"a":1}\n{"a":"' + b"a" * readers.LONGEST_ROW + b'"}\n{"a":2}')
+    assert [row for _, row in readers.rows_of(many)] == [{"a": 1}, None, {"a": 2}]
+    many.write_bytes((b"[" + b"{}," * 300_000 + b"{}]\n") * 11)
+    with pytest.raises(OSError, match="more than 6,000,000 values"):
+        sum(1 for _ in readers.rows_of(many))
+    with many.open("r+b") as file:
+        file.truncate(readers.LONGEST_LOG + 1)
+    with pytest.raises(OSError, match="larger than 96 MiB"):
+        next(readers.rows_of(many))
+
+
+def test_a_metrics_file_that_lies_elsewhere_too_is_not_appended_to(finished, tmp_path):
+    """A folder in the way of its temporary file, so that it cannot be written anew when the run goes on."""
+    run, mine = shutil.copytree(finished, tmp_path / "run"), tmp_path / "mine"
+    mine.write_text("mine")
+    (run / "metrics.jsonl").unlink()
+    os.link(mine, run / "metrics.jsonl")
+    (run / "metrics.jsonl.tmp").mkdir()
+    train("single_fp32", run, "--max_steps", 3, *STEPS, "--resume_from_checkpoint", run / "checkpoint-2")
+    assert mine.read_text() == "mine" and (run / "metrics.jsonl").read_text() == "mine"
+    assert (tmp_path / "run.log").read_text().count("metrics.jsonl cannot be written") == 1
+    (run / "metrics.jsonl.tmp").rmdir()
+    records.append(run / "metrics.jsonl", "{}")
+    assert mine.read_text() == "mine" and (run / "metrics.jsonl").read_text() == "mine{}\n"
 
 
 @pytest.mark.parametrize("counter", [(1 << 40) + 1, 2**63 - 1])

@@ -308,7 +308,7 @@ def test_the_mode_of_every_file_is_that_of_the_umask(tmp_path):
 
 # ---- rows of metrics ----
 
-TORN = [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0', b'{"step": 3}{"step": 4}', b"\xff\xfe}", b"[1]", b"3}", b"[" * 99_999,
+TORN = [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0', b'{"step": 3}{"step": 4}', b"\xff\xfe}", b'{"a": "\xed\xa0\x80"}', b"[1]", b"3}", b"[" * 99_999,
         b'"}', b"null"]  # fmt: skip
 
 
@@ -320,7 +320,7 @@ def test_a_torn_row_of_metrics_ends_no_run(run, torn):
     first, *rest = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(first + torn + b"\n" + b"".join(rest) + torn)
     assert show.main([str(run), "--html"]) == 0
-    assert [row for _, row in readers.rows_of(file)[0]] == before
+    assert [row for _, row in readers.rows_of(file) if row is not None] == before
     train("single_fp32", run, *STEPS, "--max_steps", 4, "--resume_from_checkpoint", run / "checkpoint-2")
     said = Path(f"{run}.log").read_text()
     assert said.count("metrics.jsonl has 2 lines that are damaged, as after a crash: left out") == 1
