@@ -253,9 +253,6 @@ def trackers(report_to: str | None) -> "list[GeneralTracker | str]":
     class Console(GeneralTracker):
         name, requires_logging_directory, tracker = "console", False, None
 
-        def store_init_configuration(self, values: dict[str, typing.Any]) -> None:
-            pass
-
         def log(self, values: dict[str, typing.Any], step: int | None = None, **kwargs: object) -> None:
             Lines.logged = time.monotonic()
             tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
@@ -333,8 +330,8 @@ DATA_FORM = {
 def read_object(path: Path) -> dict[str, typing.Any]:
     """The object in a JSON file. Raises Refused for anything else."""
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise OSError("no such file")
+        if not path.is_file() or path.stat().st_size > 1 << 23:  # a pipe would be waited for
+            raise OSError("it is larger than 8 MiB" if path.is_file() else "no such file")
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{path} cannot be read ({str(error)[:200]})") from None

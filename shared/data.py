@@ -2,7 +2,7 @@
 
 Each epoch of a run is a new permutation that depends on (seed, epoch) only, cut to whole global batches. So step k sees
 the same samples on any number of processes and after any resume. A data set here returns whole batches (`__getitems__`)
-and takes the indices of epoch e from e * len(set) on; it has `fingerprint()` and some of the names in ABOUT.
+and takes the indices of epoch e from e * len(set) on; it has `fingerprint()` and some of what `about` names.
 """
 
 import functools
@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +25,6 @@ from shared.args import Refused, short
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
-
-ABOUT = """image_size in_chans num_classes mean std interpolation crop_pct left_out sequence_length vocab_size
-           classes""".split()  # of a dataset, for data.json
 
 
 def loading(num_workers: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -69,8 +67,7 @@ class Progress:
 
     def load_state_dict(self, state: Any) -> None:
         was, step, batch = (state.get(key) if isinstance(state, dict) else None for key in ("same", "step", "batch"))
-        right = isinstance(was, dict) and isinstance(step, int) and isinstance(batch, int)
-        if not right or not 0 <= step <= batch < 1 << 40:
+        if not (isinstance(was, dict) and type(step) is type(batch) is int and 0 <= step <= batch < 1 << 40):
             raise Refused(f"the checkpoint holds step {step!r:.60} and batch {batch!r:.60}: take another checkpoint")
         if differs := [f"{key} {was.get(key)} -> {value}" for key, value in self.same.items() if was.get(key) != value]:
             raise Refused(f"the checkpoint is of another run: {', '.join(differs)}. Resume as it was, or start anew")
@@ -146,8 +143,7 @@ class Order(torch.utils.data.Sampler):
 
     def __iter__(self) -> Iterator[int]:
         for number in itertools.count(self.progress.batch):
-            epoch = number // self.batches_per_epoch
-            yield from (self.batch(number) + epoch * self.length).tolist()
+            yield from (self.batch(number) + self.epoch * self.length).tolist()
 
 
 def global_batch_size(accelerator: Accelerator, args: Any) -> int:
@@ -171,7 +167,8 @@ def lr_scheduler(
 
 def about(dataset: object) -> dict[str, Any]:
     """The facts about the data that inference needs, for JSON."""
-    return {key: getattr(dataset, key) for key in ABOUT if hasattr(dataset, key)}
+    keys = "image_size in_chans num_classes mean std interpolation crop_pct left_out sequence_length vocab_size classes"
+    return {key: getattr(dataset, key) for key in keys.split() if hasattr(dataset, key)}
 
 
 def describe(accelerator: Any, dataset: Any) -> Path:
@@ -214,12 +211,26 @@ def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
     """`datasets.load_dataset`, with all its types of errors as one line. offline: names that need no network."""
     import datasets
 
+    path = Path(name.split(":")[0]).expanduser()
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError("it is a pipe or a device, not a file or a folder")
+        for file in (path, *path.glob("**/*.json*")):
+            if file.suffix in (".json", ".jsonl") and file.is_file() and depth_of(file) > 200:
+                raise ValueError(f"{file.name} holds lists in lists more than 200 deep")
         return datasets.load_dataset(*args, **kwargs)
     except Exception as error:
         error = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
+
+
+def depth_of(file: Path) -> int:
+    """How deep lists and objects in a JSON file are in one another. At 10,000 the parser of `datasets` would crash."""
+    with file.open("rb") as lines:
+        pieces = (re.sub(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[^][{}"]+|"', b"", line) for line in lines)
+        steps = (1 if bracket in b"[{" else -1 for bracket in itertools.chain.from_iterable(pieces))
+        return max(itertools.accumulate(steps), default=0)
 
 
 def column(split: "Dataset", key: str, name: str) -> list[Any]:
@@ -252,8 +263,7 @@ def refuse_labels_out_of_range(name: str, split: "Dataset", column: str) -> None
     if count < 2:
         raise Refused(f"--dataset {name} has {count} class: classification needs two or more")
     if len(wrong):
-        first = split[column][int(wrong[0])]
         raise Refused(
-            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {first} at index {wrong[0]} of "
-            f"{split.split or 'a split'}; there are classes 0 to {count - 1}"
+            f"--dataset {name}: {len(wrong)} labels are out of range, the first is {split[column][int(wrong[0])]} at "
+            f"index {wrong[0]} of {split.split or 'a split'}; there are classes 0 to {count - 1}"
         )

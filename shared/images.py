@@ -251,7 +251,7 @@ def hub_images(
     features = next(iter(loaded.values())).features
     columns = {type(feature).__name__: column for column, feature in features.items()}
     if "Image" not in columns or "ClassLabel" not in columns:
-        raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel are needed")
+        raise Refused(f"--dataset {name} has columns {features}; an Image and a ClassLabel of two classes are needed")
     columns, sets, left_out = (columns["Image"], columns["ClassLabel"]), [], []  # one list for both splits
     for train, split in zip((True, False), data.split_of(loaded, name), strict=True):
         split = split.cast_column(columns[0], datasets.Image(decode=False))

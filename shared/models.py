@@ -45,10 +45,8 @@ def ready(model: Model, blocks: Iterable[torch.nn.Module], dropout: float) -> Mo
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
-        if "attention_dropout" in vars(module):  # Llama's attention
-            module.attention_dropout = dropout  # pyrefly: ignore[bad-argument-type]
-        if "drop_rate" in vars(module):  # ResNet's head
-            module.drop_rate = dropout  # pyrefly: ignore[bad-argument-type]
+        for name in {"attention_dropout", "drop_rate"} & vars(module).keys():  # Llama's attention, ResNet's head
+            setattr(module, name, dropout)
     return model
 
 
@@ -111,8 +109,7 @@ def sized(
 def published(kind: Any, name: str, sequence_length: int, **options: Any) -> "transformers.PreTrainedModel":
     """A model with the weights of the Hub's `name`, or of the run in that folder, for this sequence length."""
     folder = model_folder(name)
-    config = config_of(folder)
-    refuse_other_sizes(kind, folder, config)
+    refuse_other_sizes(kind, folder, config_of(folder))
     try:
         model = kind.from_pretrained(folder, dtype=torch.float32, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -193,11 +190,8 @@ def groups(model: torch.nn.Module, args: Any) -> list[dict[str, Any]]:
         raise Refused(f"--freeze {freeze}, but the model has {len(blocks)} blocks")
     head, depth, by_scale = len(blocks) + 1, 0, {}
     for name, parameter in model.named_parameters():
-        in_blocks = [i for i, block in enumerate(blocks, 1) if name.startswith(block)]
-        if in_blocks:
-            depth = in_blocks[0]
-        elif depth > 0:  # behind the first block; what comes before it has depth 0
-            depth = head
+        # what comes before the first block has depth 0, what comes behind it that of the head
+        depth = next((i for i, block in enumerate(blocks, 1) if name.startswith(block)), head if depth else 0)
         if freeze and depth <= freeze:
             parameter.requires_grad_(False)
         elif parameter.requires_grad:  # not what LoRA leaves as it was

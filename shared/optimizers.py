@@ -13,6 +13,7 @@ torchao compiles its step, which needs a C++ compiler where there is no GPU.
 from typing import Any
 
 import torch
+import transformers
 
 from shared import models
 from shared.args import Refused
@@ -26,9 +27,7 @@ def optimizer(model: torch.nn.Module, args: Any, device: torch.device) -> torch.
     if args.optimizer == "sgd":
         return torch.optim.SGD(parameters, momentum=0.9, fused=fused)
     if args.optimizer == "adafactor":
-        from transformers import Adafactor
-
-        return Adafactor(parameters, scale_parameter=False, relative_step=False)
+        return transformers.Adafactor(parameters, scale_parameter=False, relative_step=False)
     if args.optimizer == "muon":
         from timm.optim import Muon
 

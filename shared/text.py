@@ -91,8 +91,8 @@ def labelled(name: str, sequence_length: int, vocab_size: int = 0, pretrained: s
     features = next(iter(loaded.values())).features
     strings = [key for key, feature in features.items() if "string" in str(getattr(feature, "dtype", ""))]
     columns = [key for key in strings if key != "label"][:2]
-    if "label" not in features or not columns:
-        raise Refused(f'--dataset {name} has columns {", ".join(features)}; a text and one named "label" are needed')
+    if not hasattr(features.get("label"), "dtype") or not columns:  # an object, or a list, has none
+        raise Refused(f'--dataset {name} has columns {features}; a text and one named "label" are needed, both Values')
     if not hasattr(features["label"], "names"):
         loaded = loaded.class_encode_column("label")
     if "test" in loaded and set(loaded["test"]["label"]) == {-1}:
@@ -213,12 +213,12 @@ def files(path: Path) -> list[str]:
     """The texts of a file or of a folder's files. Raises Refused with the name of a file that is not UTF-8."""
     # Path.rglob finds nothing in a folder that may not be listed
     below = os.walk(path, onerror=not_listed) if path.exists() else ()
-    every = [path] if path.is_file() else sorted(Path(folder, name) for folder, _, names in below for name in names)
+    every = [path] if not path.is_dir() else sorted(Path(folder, name) for folder, _, names in below for name in names)
     paths = [file for file in every if file == path or file.suffix in SUFFIXES]
     texts = []
     for file in paths:
         if file.exists() and not file.is_file():
-            raise Refused(f"{file} is not a regular file: remove it from the folder")
+            raise Refused(f"{file} is not a regular file: take another, or remove it from the folder")
         try:
             texts.append(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
@@ -240,9 +240,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> "Tokenizer":
 
     smallest = 257  # bytes, END
     if 0 < vocab_size <= smallest:
-        raise Refused(
-            f"--vocab_size {vocab_size} is too small: 0 means bytes, a BPE vocabulary has more than {smallest}"
-        )
+        raise Refused(f"--vocab_size {vocab_size} is too small: 0 means bytes, a BPE has more tokens than {smallest}")
     trained = ByteLevelBPETokenizer()
     options = {"min_frequency": 1, "show_progress": False, "special_tokens": [END]}
     trained.train_from_iterator(documents if vocab_size else [], vocab_size or smallest, **options)

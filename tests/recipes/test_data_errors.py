@@ -214,6 +214,10 @@ FILES = {  # of conversations or labelled texts: (what reads it, its bytes, the 
     "half.jsonl": (sft.chats, b'{"question":"\\ud800","answer":"b"}\n' * 3, "The surrogate pair in string is invalid"),
     "names.jsonl": (sft.chats, b'{"a\\u001b[31m":"a"}\n' * 3, r"has columns 'a\x1b[31m'; "),
     "latin.csv": (text.labelled, b"text,label\na,b\n\xe9,c\n", "can't decode byte 0xe9"),
+    "object.jsonl": (text.labelled, b'{"text":"a","label":{"b":1}}\n' * 20, 'a text and one named "label" are needed, both Values'),
+    "list.jsonl": (text.labelled, b'{"text":"a","label":[1]}\n' * 20, 'a text and one named "label" are needed, both Values'),
+    "deep.jsonl": (text.labelled, b'{"text":"]}","label":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "deep.jsonl holds lists in lists more than 200 deep"),
+    "deep.json": (sft.chats, b'{"messages":' + b'{"\\"}":\n' * 50_000 + b"1" + b"}" * 50_000 + b"}\n", "deep.json holds lists in lists more than 200 deep"),
     "null.json": (text.labelled, b'{"text":"a","label":null}\n' * 20, "has 0 class: classification needs two or more"),
 }  # fmt: skip
 
@@ -230,5 +234,20 @@ def test_rows_that_nothing_can_be_learned_from_are_one_line(tmp_path, name):
 def test_a_pipe_among_texts_is_not_waited_for(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     os.mkfifo(tmp_path / "b.txt")
-    with pytest.raises(Refused, match=r"b\.txt is not a regular file: remove it"):
+    with pytest.raises(Refused, match=r"b\.txt is not a regular file: take another, or remove"):
         text.files(tmp_path)
+
+
+@pytest.mark.parametrize("read", [images.images, text.labelled, text.texts, sft.chats])
+def test_a_pipe_as_data_set_is_called_so(tmp_path, read):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(Refused, match=r"a\.jsonl: it is a pipe or a device|a\.jsonl is not a regular file"):
+        read(str(tmp_path / "a.jsonl"), 64)
+
+
+def test_images_of_one_class_are_refused_with_what_is_needed(tmp_path):
+    (tmp_path / "cats").mkdir()
+    for name in "abc":
+        Image.new("RGB", (8, 8)).save(tmp_path / "cats" / f"{name}.png")
+    with pytest.raises(Refused, match="an Image and a ClassLabel of two classes are needed"):
+        images.images(str(tmp_path))
