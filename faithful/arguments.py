@@ -3,7 +3,9 @@
 If the two contradict each other, the run is refused with a message that names both.
 """
 
+import errno
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +26,10 @@ from accelerate.utils import (
 
 from faithful import backends, strategies
 from faithful.config import settings
-from faithful.errors import Refused
+from faithful.disk.names import short
+from faithful.errors import Gone, Refused
 from faithful.evidence.record import Record, default_folder
+from faithful.launch import process
 from faithful.plan import Plan, resolve, says_precision, timeout
 
 NEEDLESS = {  # arguments of Accelerate's methods that have nothing to do here: why
@@ -155,6 +159,7 @@ def project(
     named = (configuration and configuration.project_dir) or merged.get("project_dir")
     folder = named or settings.default_project_dir()
     other = f"run_{len(earlier) + 1}"
+    refuse_impossible(folder or "runs")
     if folder:
         taken = any(record.project == Path(folder).absolute() for record in earlier)
         return named, folder, Path(folder, other) if taken else folder
@@ -164,6 +169,18 @@ def project(
     PartialState(**(handlers[0].to_kwargs() if handlers else {}))
     [folder] = broadcast_object_list([default_folder(plan)])
     return None, folder, folder
+
+
+def refuse_impossible(folder: str | Path) -> None:
+    """Raises Refused if nothing can ever be in this folder, or if there is no working folder."""
+    if process.working_folder_is_gone():
+        raise Gone
+    try:
+        os.stat(os.path.join(folder, "a" * 100))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+            why = f"nothing can be in the project folder {short(str(folder))} ({error.strerror})"
+            raise Refused(f"{why}: choose another") from None
 
 
 def contradictions(plan: Plan, script: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -45,6 +45,13 @@ class OutOfSharedMemory(Refused):
         )
 
 
+class Gone(Refused):
+    """The working folder was removed."""
+
+    def __init__(self) -> None:
+        super().__init__("the working folder was removed: go into one that is there, and start again")
+
+
 class NoValues(Refused):
     """The script uses weights that only process 0 has, so only the others print this."""
 

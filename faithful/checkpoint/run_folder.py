@@ -38,7 +38,9 @@ class RunFolder:
     @property
     def shown(self) -> Path:
         """The folder as the script names it, while that name still leads there."""
-        return self.name if self.name.absolute() == self.path else self.path
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+            return self.name if self.name.absolute() == self.path else self.path
+        return self.path
 
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

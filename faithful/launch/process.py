@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from faithful.config import settings
-from faithful.errors import OutOfSharedMemory, Refused
+from faithful.errors import Gone, OutOfSharedMemory, Refused
 from faithful.launch import launcher, printing
 
 if TYPE_CHECKING:
@@ -281,10 +281,20 @@ def as_refusal(problem: BaseException | None, run: "Run | None") -> BaseExceptio
     does not have, for example whole weights in fp32."""
     if run is None or isinstance(problem, Refused | SystemExit):
         return problem
+    if isinstance(problem, FileNotFoundError) and working_folder_is_gone():
+        return Gone()
     errors = f"{problem} {getattr(problem, '__cause__', '')}"  # the cause: why a data loader's worker was killed
     if full := re.search("shared memory.*(No space left|Cannot allocate)|out of shared memory", errors):
         return OutOfSharedMemory(full[1] or full[0])
     return run.explain(str(problem)) or problem
+
+
+def working_folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def outcome(problem: BaseException | None, run: "Run | None") -> tuple[str | None, int]:
@@ -313,6 +323,7 @@ def print_error_line(
     """Prints why this process ends, if the script has not asked for it. error: what the record says."""
     if problem is None or isinstance(problem, SystemExit):
         return
+    settings.tell_launcher("asked", "ended")  # it says no more what takes time
     end_the_line_of_a_bar()
     if hasattr(problem, "exit_code"):
         here_alone = getattr(problem, "of_one_process", False)

@@ -12,10 +12,13 @@ import pytest
 from conftest import metrics, train
 from loop import loop
 
+from faithful import arguments
 from faithful.checkpoint import checkpoints
 from faithful.disk import readers
+from faithful.errors import Gone, Refused
 from faithful.evidence import record as records
-from faithful.launch import launcher
+from faithful.launch import launcher, process
+from faithful.plan import Plan
 
 STEPS = ("--save_steps", 1, "--save_total_limit", 2, "--eval_steps", 0, "--logging_steps", 1)
 
@@ -182,6 +185,32 @@ def test_a_metrics_file_that_lies_elsewhere_too_is_not_appended_to(finished, tmp
     (run / "metrics.jsonl.tmp").rmdir()
     records.append(run / "metrics.jsonl", "{}")
     assert mine.read_text() == "mine" and (run / "metrics.jsonl").read_text() == "mine{}\n"
+
+
+def test_a_folder_in_which_nothing_can_be_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for folder in (tmp_path / "loop", tmp_path / "loop" / "run", "a" * 300, "/".join(["a" * 99] * 50)):
+        with pytest.raises(Refused, match="nothing can be in the project folder .*: choose another"):
+            arguments.refuse_impossible(folder)
+    arguments.refuse_impossible(tmp_path / "new" / "run")
+
+
+def test_a_working_folder_that_was_removed_is_one_line(tmp_path, monkeypatch):
+    def leave(rank=0):
+        (tmp_path / "gone").mkdir(exist_ok=True)
+        os.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+
+    train("single_fp32", tmp_path / "run", "--max_steps", 1, *STEPS, before=leave, code=2)
+    said = (tmp_path / "run.log").read_text()
+    assert "refused: the working folder was removed: go into one that is there" in said and "Traceback" not in said
+    made = records.Record(Plan(None, "single", 1, "fp32", "cpu"), tmp_path, "run", False)
+    monkeypatch.chdir(tmp_path)
+    leave()
+    assert made.shown == made.folder
+    with pytest.raises(FileNotFoundError) as error:
+        os.getcwd()
+    assert isinstance(process.as_refusal(error.value, made), Gone)
 
 
 @pytest.mark.parametrize("counter", [(1 << 40) + 1, 2**63 - 1])

@@ -10,6 +10,8 @@ import time
 import pytest
 from conftest import ROOT, edited
 
+from faithful.errors import Refused
+from faithful.launch import process
 from tools import accelerate_launch, compare, find
 
 PROGRAM = """
@@ -51,6 +53,14 @@ LOGGED = {
     "a launch that trains": ("from tools import progress; progress.QUIET = 0.5\n"
                              "with progress.phases(lambda: None): time.sleep(1.2)", ()),
 }  # fmt: skip
+
+
+def test_nothing_is_starting_after_the_line_of_a_refusal(tmp_path, monkeypatch, capsys):
+    told = tmp_path / "run"
+    monkeypatch.setenv("FAITHFUL_TELL_FOLDER", str(told))
+    assert accelerate_launch.phase(told) == "starting"
+    process.print_error_line(Refused("no"), "no", None, print)
+    assert "refused: no" in capsys.readouterr().err and accelerate_launch.phase(told) is None
 
 
 @pytest.mark.parametrize("name", LOGGED)
