@@ -356,7 +356,7 @@ class Accelerator(accelerate.Accelerator):
             self.run.draw()
             self.between_steps = True
             self.checkpoints.poll()
-            process.handle_signals(self.note)
+            process.handle_signals(self.note, ending.newest)
 
     def samples_per_step(self) -> int | None:
         first = next(filter(None, [model.first_batch for model in self.models]), None)

@@ -50,6 +50,7 @@ def hand_on(number: int, frame: FrameType | None) -> None:
     workers = psutil.Process().children()
     for worker in workers:
         worker.send_signal(number)
+        worker.resume()  # if somebody has stopped it, it would not get the signal
     if not workers:
         sys.exit(128 + number)
 

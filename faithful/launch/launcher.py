@@ -96,7 +96,7 @@ def is_orphan() -> bool:
 
 
 def end_with_the_parent(number: int) -> None:
-    """Makes the kernel send signal `number` when the parent dies (Linux)."""
+    """Makes the kernel send signal `number` when the parent dies (Linux), one for each thread that asks for it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
@@ -140,6 +140,7 @@ def end_loader_processes() -> None:
 def watch_launcher(launcher: psutil.Process) -> None:
     """Waits until the launcher dies, then sends SIGTERM to this process, and GRACE seconds later SIGALRM, which ends it
     even if its main thread cannot handle signals."""
+    end_with_the_parent(signal.SIGCONT)  # of this thread: the process may be stopped, and gets both signals
     with contextlib.suppress(psutil.NoSuchProcess):
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(1)
@@ -375,11 +376,23 @@ def until(done: Callable[[], bool], end: float, gives_up: Callable[[], object]) 
 
 def ended_without(call: str, what: str = "") -> int:
     """How many processes of this machine have ended and have not set their key of `call`."""
+    return sum(not store().check([f"{call}/{rank}{what}"]) and has_ended(rank) for rank in ranks_here())
+
+
+def ranks_here() -> range:
+    """The ranks of this machine."""
     import torch.distributed as dist
 
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    return sum(not store().check([f"{call}/{rank}{what}"]) and has_ended(rank) for rank in range(first, first + here))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+
+
+@functools.cache
+def processes_here() -> list[int]:
+    """The process ids of this run on this machine, where `rendezvous` has seen them."""
+    keys = [key for rank in ranks_here() if store().check([key := f"came/{rank}"])] if is_distributed() else []
+    told = [store().get(key).decode().partition(" ") for key in keys]
+    return [int(pid) for pid, _, where in told if where == pid_namespace()]
 
 
 def pid_namespace() -> str:

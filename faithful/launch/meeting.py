@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import functools
 import json
+import os
 import signal
 import socket
 import threading
@@ -389,6 +390,12 @@ class Agent(LocalElasticAgent):
         if meeting and meeting.ended and result.state == WorkerState.HEALTHY and meeting.others_ended():
             raise ended(meeting.ended)
         return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)  # if somebody has stopped it, it would not get the signal
+        super()._shutdown(*args, **kwargs)
 
     def _exit_barrier(self) -> None:
         if not self.meeting:

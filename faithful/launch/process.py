@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from faithful.config import settings
 from faithful.errors import Gone, OutOfSharedMemory, Refused
-from faithful.launch import launcher, printing
+from faithful.launch import deadline, launcher, printing
 
 if TYPE_CHECKING:
     from faithful.ending import Run
@@ -38,6 +38,7 @@ Newest = Callable[[], "Run | None"]  # the run of the newest Accelerator
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
 interrupted: float | None = None  # when Ctrl-C came
 left: SystemExit | None = None  # of the newest sys.exit(), exit() or quit(), or that `python -m faithful` has seen
+too_late = False  # whether a thread ends this process
 guarded: int | None = None  # the id of the process that `install_hooks` has prepared
 ended = False  # whether its record is closed
 scripts_handlers: set[signal.Signals] = set()  # signals whose handler is the script's own
@@ -80,6 +81,7 @@ def install_hooks(newest: Newest) -> None:
         for where, name, original in exits:
             setattr(where, name, original)
         restore_signals()
+        deadline.forget()
         unblock()
 
     # A signal that comes before `undo` has run waits for it: Python would lose it in a new child.
@@ -185,7 +187,7 @@ def exit_and_note(status: Any = None) -> NoReturn:
     raise SystemExit(status)
 
 
-def handle_signals(note: Callable[[str], None]) -> None:
+def handle_signals(note: Callable[[str], None], newest: Newest) -> None:
     """Makes SIGTERM and Ctrl-C stop the run after a checkpoint, not at once as before the first step. A script's own
     handlers stay. note: prints and keeps a line."""
     if threading.current_thread() is not threading.main_thread():
@@ -198,6 +200,32 @@ def handle_signals(note: Callable[[str], None]) -> None:
             scripts_handlers.add(number)
             if callable(now) or number == signal.SIGTERM:  # shells ignore Ctrl-C for programs in the background
                 note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
+    if not interactive():
+        deadline.watch(asks_to_stop, newest, functools.partial(end_late, newest))
+
+
+def asks_to_stop(number: int) -> bool:
+    return signal.getsignal(number) in (on_sigterm, on_sigint)
+
+
+def end_late(newest: Newest, number: int, seconds: float) -> NoReturn:
+    """Ends this process after a signal, when its main thread has not. Says where each process stands."""
+    global too_late
+    too_late, run, stands, go_on = True, newest(), [], []
+    deadline.within(2 * deadline.ANSWERS, lambda: stands.append(deadline.stands()))
+    if run:
+        deadline.within(deadline.ANSWERS, lambda: go_on.append(run.how_to_go_on()))
+    where = (stands or [None])[0] or deadline.stand()
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    line = f"{name}: the run did not stop in {seconds:.0f} s; {where}; {(go_on or ['no new checkpoint is saved'])[0]}"
+    if stands != [None]:
+        end_the_line_of_a_bar()
+        printing.at_once(f"error: {printing.plain(line)}\n")
+    deadline.end_the_stopped()
+    deadline.within(deadline.ANSWERS, lambda: close_record(run, line, 1), sys.stdout.flush, sys.stderr.flush)
+    if stands != [None] and several_processes():
+        time.sleep(1)  # the others may still read the store, which the main process serves
+    os._exit(128 + number)
 
 
 def restore_signals() -> None:
@@ -208,7 +236,10 @@ def restore_signals() -> None:
 
 
 def on_sigterm(*_: object) -> None:
+    """Handles SIGTERM. torch's launcher sends it after a second Ctrl-C."""
     global stop_asked
+    if interrupted and time.monotonic() > interrupted + 1:
+        raise KeyboardInterrupt
     stop_asked = True
 
 
@@ -240,6 +271,8 @@ def exit_code_of(
     print_error: prints what has no message of one line; None: the message was printed before."""
     if isinstance(sys.stderr, io.StringIO):  # torch.distributed prints this buffer after us, but we exit first
         sys.stderr = sys.__stderr__
+    if too_late:  # and this is what comes of the end of the others
+        time.sleep(launcher.GRACE)
     if isinstance(problem, KeyboardInterrupt):
         ignore_ctrl_c()
     try:

@@ -388,6 +388,49 @@ def test_ctrl_c_before_the_first_step_and_a_second_one(tmp_path):
         assert record(out)["status"] == "failed" and record(out)["error"] == "interrupted"
 
 
+SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_stuck_run_ends_in_time_and_says_where_each_process_is(tmp_path, number):
+    """Rank 0 is in a collective alone, where Python handles no signal, and rank 1 in a loop of the script's."""
+
+    def script():
+        import torch.distributed as dist
+
+        from faithful import Accelerator
+        from faithful.launch import deadline
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell has started pytest with `&`
+        deadline.SECONDS, deadline.AGAIN = (1, 600) if number == signal.SIGTERM else (600, 1)
+        accelerator = Accelerator(project_dir=sys.argv[2])
+        model = torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        print("held", flush=True)
+        if accelerator.is_main_process:
+            dist.all_reduce(torch.ones(1))
+        while True:
+            time.sleep(0.1)
+
+    ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "run")], script=script)
+    while ranks.text().count("held") < 2:
+        time.sleep(0.02)
+    time.sleep(0.5)  # for them to come to where they wait
+    ranks.kill(number)
+    if number == signal.SIGINT:
+        time.sleep(1.5)
+        ranks.kill(number)
+    assert set(ranks.wait(20)) == {128 + number}, ranks.text()
+    if number == signal.SIGTERM:  # a loop in Python ends at once by a second Ctrl-C
+        [line] = [line for line in ranks.text().splitlines() if "did not stop" in line]
+        assert line.startswith("error: SIGTERM: the run did not stop in 1 s; rank 0 waits in all_reduce, called at ")
+        assert "dist.all_reduce(torch.ones(1)); rank 1 is at test_processes.py:" in line, line
+        assert line.endswith(", time.sleep(0.1); no checkpoint was saved"), line
+        assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["error"]) == ("failed", line[7:])
+
+
 @pytest.mark.slow
 def test_eight_kills_leave_nothing_behind(tmp_path):
     done = launched(sys.executable, "benchmarks/kills.py", "ddp_bf16", "--kills", "8", "--seed", "5",
@@ -396,6 +439,18 @@ def test_eight_kills_leave_nothing_behind(tmp_path):
     [row] = json.loads((tmp_path / "kills.json").read_text())["rows"]
     assert row["kills"] == sum(row["killed"].values()) == 8 and len(row["phase"]) > 1, row
     assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
+
+
+@pytest.mark.slow
+def test_stuck_launches_end_and_leave_nothing_behind(tmp_path):
+    """A process that somebody has stopped goes on, and stops with a checkpoint; a collective alone has an end."""
+    done = launched(sys.executable, "benchmarks/stuck.py", "ddp_bf16", "--states", "alone", "stopped", "--ends", "twice",
+                    "killed", "--output", str(tmp_path / "stuck.json"), timeout=400)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "stuck.json").read_text())["rows"]
+    assert [row["code"] for row in rows] == [130, -9] * 2 and all(row["said"] for row in rows), rows
+    assert max(row["seconds"] for row in rows) < 45 and not any(row["orphans"] for row in rows), rows
+    assert "stopped after step" in rows[-1]["said"][0] and "rank 0 waits in all_reduce" in rows[1]["said"][0], rows
 
 
 @pytest.mark.parametrize("where", ["as_refusal", "close_record", "finished"])
