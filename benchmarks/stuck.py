@@ -2,9 +2,9 @@
 
     python benchmarks/stuck.py single_bf16 ddp_bf16 fsdp_bf16 zero2_bf16 tp_bf16 --output results/stuck.json
 
-Each run takes some steps. Then its last process sleeps (`sleep`), its first one makes a collective that no other makes
-(`alone`), or its last one is stopped by SIGSTOP (`stopped`), as in a debugger. Ctrl-C is sent to the launcher's process
-group, as a terminal does it, and in `twice` again after two seconds.
+Each run takes some steps. Then its last process sleeps (`sleep`), its first one makes a collective while the others are
+in a loop of the script's (`alone`), or its last one is stopped by SIGSTOP (`stopped`). Ctrl-C is sent to the launcher's
+process group, as a terminal does it, and in `twice` again after two seconds.
 
 seconds   from the first signal until no process of the run is left, at most 60
 orphans   processes that are still there then (they are ended)
@@ -45,6 +45,8 @@ first, last = accelerator.is_main_process, accelerator.is_last_process
 (folder / f"held-{{accelerator.process_index}}").touch()
 if state == "alone" and first:
     torch.distributed.all_reduce(torch.ones(1, device=accelerator.device))
+while state == "alone":
+    time.sleep(0.1)
 if state == "sleep" and last:
     time.sleep(600)
 while True:
@@ -111,7 +113,7 @@ def stuck(config, state, end, folder):
     seconds = round(time.monotonic() - began, 1)
     for process in left:
         process.kill()
-    said = re.findall(r"did not stop in \d+ s; (.*)|^(interrupted: .*)|(stopped after step .*)", log.read_text(), re.M)
+    said = re.findall(r"did not stop in \d+ s: (.*)|^(interrupted: .*)|(stopped after step .*)", log.read_text(), re.M)
     lines = [re.sub(r"(/[^/\s:]+)+/", "", next(filter(None, each))).split(". To go on")[0] for each in said]
     row = {"config": config, "state": state, "end": end, "seconds": seconds, "orphans": len(left)}
     return row | {"code": launcher.wait(), "said": lines}
@@ -134,7 +136,7 @@ def main():
                 rows.append(stuck(config, state, end, folder))
                 print(*rows[-1].values(), flush=True)
                 shutil.rmtree(folder)
-    save(args.output, {"rows": rows}, ("accelerate",))
+        save(args.output, {"rows": rows}, ("accelerate",))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,8 @@ def end_of(returncode: int, who: str) -> tuple[int, str]:
     how = f"{who} ended with exit code {code}"
     if returncode < 0:
         killed = ", perhaps because memory ran out" if returncode == -signal.SIGKILL else ""
+        if returncode == -signal.SIGABRT:  # gloo's way
+            killed = ", perhaps because it made another collective call than the other processes"
         how = f"{who} was ended by {signal.Signals(-returncode).name}{killed}"
     if code not in OWN_CODES:
         print(f"error: {how}", file=sys.stderr)

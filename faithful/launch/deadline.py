@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 from faithful.config import settings
-from faithful.launch import launcher
+from faithful.launch import launcher, rank_sync
 
 if TYPE_CHECKING:
     from faithful.ending import Run
 
 SECONDS = 20  # until a run that was told to stop must: torch's launcher kills its processes after 30
 AGAIN = 5  # the same after a second Ctrl-C
-ANSWERS = 3  # seconds in which the other processes say where they stand
+ANSWERS = 4  # seconds in which the other processes say where they stand
 WAITS = ("torch.distributed.", "faithful.launch.")  # modules in which a process waits for others
 OTHERS = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
 pipe: int | None = None  # from which the thread reads the signals
@@ -89,7 +89,8 @@ def stand() -> str:
         return f"rank {settings.rank()} has ended"
     name, line = frame.f_code.co_filename, frame.f_lineno
     waits = "waits" if inner.f_globals.get("__name__", "").startswith(WAITS) else "is"
-    deeper = f"in {inner.f_code.co_name}, called " if inner is not frame else ""
+    called = rank_sync.waits.split("/")[1] if rank_sync.waits else inner.f_code.co_name
+    deeper = f"in {called}, called " if inner is not frame else ""
     source = linecache.getline(name, line).strip()[:80]
     return f"rank {settings.rank()} {waits} {deeper}at {os.path.basename(name)}:{line}, {source}"
 

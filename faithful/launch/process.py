@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from faithful.config import settings
 from faithful.errors import Gone, OutOfSharedMemory, Refused
-from faithful.launch import deadline, launcher, printing
+from faithful.launch import deadline, launcher, printing, stuck
 
 if TYPE_CHECKING:
     from faithful.ending import Run
@@ -202,22 +202,36 @@ def handle_signals(note: Callable[[str], None], newest: Newest) -> None:
                 note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
     if not interactive():
         deadline.watch(asks_to_stop, newest, functools.partial(end_late, newest))
+        stuck.watch(functools.partial(end_stuck, newest))
 
 
 def asks_to_stop(number: int) -> bool:
     return signal.getsignal(number) in (on_sigterm, on_sigint)
 
 
-def end_late(newest: Newest, number: int, seconds: float) -> NoReturn:
-    """Ends this process after a signal, when its main thread has not. Says where each process stands."""
+def end_late(newest: Newest, number: int, seconds: float) -> None:
+    """Ends this process after a signal, when its main thread has not."""
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    end_here(newest(), f"{name}: the run did not stop in {seconds:.0f} s", "", 128 + number)
+
+
+def end_stuck(newest: Newest) -> None:
+    """Ends this process when no process can go on."""
+    advice = "; make each such call on every process, or use a ddp config. What was trained since is lost"
+    end_here(newest(), "the processes wait for each other, and none can go on", advice, 1)
+
+
+def end_here(run: "Run | None", said: str, advice: str, code: int) -> None:
+    """Ends this process while its main thread waits. Says where each process stands."""
     global too_late
-    too_late, run, stands, go_on = True, newest(), [], []
+    if too_late:
+        return
+    too_late, stands, go_on = True, [], []
     deadline.within(2 * deadline.ANSWERS, lambda: stands.append(deadline.stands()))
     if run:
         deadline.within(deadline.ANSWERS, lambda: go_on.append(run.how_to_go_on()))
     where = (stands or [None])[0] or deadline.stand()
-    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    line = f"{name}: the run did not stop in {seconds:.0f} s; {where}; {(go_on or ['no new checkpoint is saved'])[0]}"
+    line = f"{said}: {where}; {(go_on or ['no new checkpoint is saved'])[0]}{advice}"
     if stands != [None]:
         end_the_line_of_a_bar()
         printing.at_once(f"error: {printing.plain(line)}\n")
@@ -225,7 +239,7 @@ def end_late(newest: Newest, number: int, seconds: float) -> NoReturn:
     deadline.within(deadline.ANSWERS, lambda: close_record(run, line, 1), sys.stdout.flush, sys.stderr.flush)
     if stands != [None] and several_processes():
         time.sleep(1)  # the others may still read the store, which the main process serves
-    os._exit(128 + number)
+    os._exit(code)
 
 
 def restore_signals() -> None:

@@ -14,6 +14,7 @@ COMES = 10  # seconds that the main process waits for others of which nothing is
 SKIPS = 60  # seconds that a process waits for others to skip a micro-batch, too
 judged: set[str] = set()  # the calls that the main process has answered
 impatient: set[str] = set()  # kinds of calls to which others did not come
+waits: str | None = None  # the call in which this process waits for the others
 
 
 def tell(where: str) -> None:
@@ -30,18 +31,23 @@ def all_ranks_called(what: str, needed: bool = False) -> bool:
     main process waits COMES seconds for them (1 second when that was in vain before), or until one has ended or waits
     in another call; a process that comes later gets False. needed: the main process cannot go on alone, so it waits for
     a slow process nearly as long as for a collective, and says which one is missing."""
+    global waits
     import torch.distributed as dist
 
     if not launcher.is_distributed():
         return True
     store, call = launcher.store(), f"all_ranks_called/{what}/{next(launcher.calls(what))}"
-    if dist.get_rank():
-        tell(call)
-    else:
-        judged.add(call)
-        store.set(f"{call}/verdict", "all" if others_come(call, what, needed) else "alone")
-    while not store.check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
-        time.sleep(0.005)
+    waits = call
+    try:
+        if dist.get_rank():
+            tell(call)
+        else:
+            judged.add(call)
+            store.set(f"{call}/verdict", "all" if others_come(call, what, needed) else "alone")
+        while not store.check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
+            time.sleep(0.005)
+    finally:
+        waits = None
     return store.get(f"{call}/verdict") == b"all"
 
 

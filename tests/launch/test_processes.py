@@ -425,7 +425,7 @@ def test_a_stuck_run_ends_in_time_and_says_where_each_process_is(tmp_path, numbe
     assert set(ranks.wait(20)) == {128 + number}, ranks.text()
     if number == signal.SIGTERM:  # a loop in Python ends at once by a second Ctrl-C
         [line] = [line for line in ranks.text().splitlines() if "did not stop" in line]
-        assert line.startswith("error: SIGTERM: the run did not stop in 1 s; rank 0 waits in all_reduce, called at ")
+        assert line.startswith("error: SIGTERM: the run did not stop in 1 s: rank 0 waits in all_reduce, called at ")
         assert "dist.all_reduce(torch.ones(1)); rank 1 is at test_processes.py:" in line, line
         assert line.endswith(", time.sleep(0.1); no checkpoint was saved"), line
         assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["error"]) == ("failed", line[7:])
@@ -439,6 +439,45 @@ def test_eight_kills_leave_nothing_behind(tmp_path):
     [row] = json.loads((tmp_path / "kills.json").read_text())["rows"]
     assert row["kills"] == sum(row["killed"].values()) == 8 and len(row["phase"]) > 1, row
     assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
+
+
+@pytest.mark.parametrize(
+    "other", ["end_training", *(pytest.param(name, marks=pytest.mark.slow) for name in ("barrier", "all_gather_"))]
+)
+def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, other):
+    """Rank 0 is alone in a forward pass, or in an update of an average, and rank 1 in another call. But before that each
+    waits for the other, which sleeps, for much longer than this takes."""
+
+    def script():
+        from faithful import Accelerator
+        from faithful.launch import stuck
+
+        stuck.LOOKS, stuck.STANDS = 0.1, 1
+        accelerator = Accelerator(project_dir=sys.argv[2])
+        model = torch.nn.Linear(4, 4)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for late in (None, 0, 1):
+            if accelerator.process_index == late:
+                time.sleep(3)
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+        print("held", flush=True)
+        if accelerator.is_main_process:
+            average.update_parameters(model) if other == "all_gather_" else model(torch.ones(1, 4))
+        if other == "barrier":
+            accelerator.wait_for_everyone()
+        if other == "all_gather_":
+            model(torch.ones(1, 4))
+        accelerator.end_training()
+
+    ranks = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=script)
+    assert ranks.wait(90) == [1, 1], ranks.text()
+    assert ranks.text().count("held") == 2
+    [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: the processes wait for each other, and none can go on: rank 0 waits in ")
+    assert f"; rank 1 waits in {other}" in line and "no checkpoint was saved; make each such call on" in line
+    assert record(tmp_path / "run")["error"] == line[7:]
 
 
 @pytest.mark.slow
