@@ -29,6 +29,8 @@ LONGEST = 60  # seconds
 SCRIPT = """
 import pathlib, sys, time, torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
+set_seed(0)
 state, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 accelerator = Accelerator(project_dir=folder)
 if accelerator.state.deepspeed_plugin:

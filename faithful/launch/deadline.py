@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 SECONDS = 20  # until a run that was told to stop must: torch's launcher kills its processes after 30
 AGAIN = 5  # the same after a second Ctrl-C
 ANSWERS = 4  # seconds in which the other processes say where they stand
-WAITS = ("torch.distributed.", "faithful.launch.")  # modules in which a process waits for others
 OTHERS = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
 pipe: int | None = None  # from which the thread reads the signals
 
@@ -88,9 +87,9 @@ def stand() -> str:
     if inner is None or frame is None:
         return f"rank {settings.rank()} has ended"
     name, line = frame.f_code.co_filename, frame.f_lineno
-    waits = "waits" if inner.f_globals.get("__name__", "").startswith(WAITS) else "is"
-    called = rank_sync.waits.split("/")[1] if rank_sync.waits else inner.f_code.co_name
-    deeper = f"in {called}, called " if inner is not frame else ""
+    _, called = rank_sync.waits_in()
+    waits = "waits" if called else "is"
+    deeper = f"in {called.removeprefix(rank_sync.CALL) or inner.f_code.co_name}, called " if inner is not frame else ""
     source = linecache.getline(name, line).strip()[:80]
     return f"rank {settings.rank()} {waits} {deeper}at {os.path.basename(name)}:{line}, {source}"
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from faithful.config import settings
 from faithful.errors import Gone, OutOfSharedMemory, Refused
-from faithful.launch import deadline, launcher, printing, stuck
+from faithful.launch import deadline, launcher, printing, rank_sync
 
 if TYPE_CHECKING:
     from faithful.ending import Run
@@ -202,7 +202,7 @@ def handle_signals(note: Callable[[str], None], newest: Newest) -> None:
                 note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
     if not interactive():
         deadline.watch(asks_to_stop, newest, functools.partial(end_late, newest))
-        stuck.watch(functools.partial(end_stuck, newest))
+        rank_sync.watch(functools.partial(end_stuck, newest))
 
 
 def asks_to_stop(number: int) -> bool:

@@ -1,11 +1,18 @@
-"""Whether all processes make a call that a script may also make on one process.
+"""Whether all processes make a call that a script may also make on one process, or wait for each other in several.
 
 No collective is allowed before all processes are known to make the call, because the others may be in another
 collective. So each process tells the store in which call it waits, or that it has ended. Nothing is told in a step.
+
+One process may also be alone in a forward pass that gathers weights from all of them, while the others wait in another
+call: then none can go on, for as long as a collective may take. So a thread of each process looks where its main thread
+is, and a process that has waited in one call for a while tells the others. One that loads data waits in none.
 """
 
 import contextlib
+import sys
+import threading
 import time
+from collections.abc import Callable
 
 from faithful.config.settings import timeout_seconds
 from faithful.launch import launcher
@@ -15,6 +22,14 @@ SKIPS = 60  # seconds that a process waits for others to skip a micro-batch, too
 judged: set[str] = set()  # the calls that the main process has answered
 impatient: set[str] = set()  # kinds of calls to which others did not come
 waits: str | None = None  # the call in which this process waits for the others
+LOOKS = 1  # seconds between two looks
+STANDS = 15  # seconds in one call after which a process tells the others
+COLLECTIVES = "torch.distributed.distributed_c10d"
+FUNCTIONAL = "_c10d_functional."  # torch's operators of tensor parallelism
+ZERO = "deepspeed.runtime.zero."  # it waits in a handle, in a function that DeepSpeed wraps
+BETWEEN_TWO = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")  # these may differ
+CALL = "call of "  # begins the name of a call that moves no data, see rank_sync.py
+looking = False
 
 
 def tell(where: str) -> None:
@@ -87,3 +102,64 @@ def others_come(call: str, what: str, needed: bool) -> bool:
             print(f"waiting for rank {late} to call {kind}", flush=True)
             said = True
         time.sleep(0.01)
+
+
+def watch(end: Callable[[], object]) -> None:
+    """Starts the thread, once in a process. end: called when no process can go on."""
+    global looking
+    if not looking and launcher.is_distributed():
+        looking = True
+        threading.Thread(target=look, args=(end,), daemon=True).start()
+
+
+def waits_in() -> tuple[object, str]:
+    """(the call in which the main thread waits for the others, its name), or (None, "")."""
+    if call := waits:
+        return call, CALL + call.split("/")[1]
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return None, ""
+    module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    caller = frame.f_back and (frame.f_back.f_globals.get("__name__", ""), frame.f_back.f_code.co_name)
+    if module == COLLECTIVES and name not in BETWEEN_TWO:
+        return frame, name
+    if module == "torch._ops" and str(frame.f_locals.get("self")).startswith(FUNCTIONAL):
+        return frame, str(frame.f_locals["self"])
+    if module == "deepspeed.utils.nvtx" and caller and caller[0].startswith(ZERO) and caller[1] == "wait":
+        return frame, "wait"
+    return None, ""
+
+
+def look(end: Callable[[], object]) -> None:
+    before, since, told, seen = None, 0.0, False, 0
+    while launcher.is_distributed():
+        time.sleep(LOOKS)
+        call, name = waits_in()
+        with contextlib.suppress(RuntimeError):  # the main process has ended, which serves the store
+            if call is None or call != before:  # a frame is equal to itself alone, as long as it is held here
+                if told:
+                    tell_wait("")
+                before, since, told, seen = call, time.monotonic(), False, 0
+            elif time.monotonic() > since + STANDS:
+                if not told:
+                    tell_wait(name)
+                told, seen = True, seen + 1 if apart() else 0
+        if seen > 2:
+            end()
+
+
+def tell_wait(name: str) -> None:
+    import torch.distributed as dist
+
+    launcher.store().set(f"waits/{dist.get_rank()}", name)
+
+
+def apart() -> bool:
+    """Whether all processes have told that they wait, in different calls. More than two may also wait in different
+    groups, for each other's data; so one of them must be in a call that moves no data, and that all have to make."""
+    import torch.distributed as dist
+
+    store, keys = launcher.store(), [f"waits/{rank}" for rank in range(dist.get_world_size())]
+    names = {store.get(key).decode() for key in keys} if store.check(keys) else {""}
+    empty = any(name == "barrier" or name.startswith(CALL) for name in names)
+    return len(names) > 1 and "" not in names and (len(keys) == 2 or empty)

@@ -441,37 +441,41 @@ def test_eight_kills_leave_nothing_behind(tmp_path):
     assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
 
 
-@pytest.mark.parametrize(
-    "other", ["end_training", *(pytest.param(name, marks=pytest.mark.slow) for name in ("barrier", "all_gather_"))]
-)
-def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, other):
+MORE = [("fsdp_bf16", "barrier"), ("fsdp_bf16", "all_gather_"), ("zero3_bf16", "end_training")]
+ALONE = [("fsdp_bf16", "end_training"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+
+
+@pytest.mark.parametrize(("config", "other"), ALONE)
+def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, other):
     """Rank 0 is alone in a forward pass, or in an update of an average, and rank 1 in another call. But before that each
     waits for the other, which sleeps, for much longer than this takes."""
 
     def script():
         from faithful import Accelerator
-        from faithful.launch import stuck
+        from faithful.launch import rank_sync
 
-        stuck.LOOKS, stuck.STANDS = 0.1, 1
+        rank_sync.LOOKS, rank_sync.STANDS = 0.1, 1
         accelerator = Accelerator(project_dir=sys.argv[2])
-        model = torch.nn.Linear(4, 4)
+        if accelerator.state.deepspeed_plugin:
+            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        model = torch.nn.Linear(512, 512)  # ZeRO-3 keeps small ones whole
         average = torch.optim.swa_utils.AveragedModel(model)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         for late in (None, 0, 1):
             if accelerator.process_index == late:
                 time.sleep(3)
-            accelerator.backward(model(torch.ones(1, 4)).sum())
+            accelerator.backward(model(torch.ones(1, 512)).sum())
             optimizer.step()
         print("held", flush=True)
         if accelerator.is_main_process:
-            average.update_parameters(model) if other == "all_gather_" else model(torch.ones(1, 4))
+            average.update_parameters(model) if other == "all_gather_" else model(torch.ones(1, 512))
         if other == "barrier":
             accelerator.wait_for_everyone()
         if other == "all_gather_":
-            model(torch.ones(1, 4))
+            model(torch.ones(1, 512))
         accelerator.end_training()
 
-    ranks = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=script)
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=script)
     assert ranks.wait(90) == [1, 1], ranks.text()
     assert ranks.text().count("held") == 2
     [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
