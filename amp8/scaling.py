@@ -135,8 +135,12 @@ def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
     Values outside the range, infinity too, saturate at the largest finite value; NaN stays NaN. We clamp ourselves,
     because torch's cast gives NaN for such values up to 2.11 and saturates from 2.13 on.
     """
-    top = dtype_max(dtype)
-    return (x.float() * scale).clamp(-top, top).to(dtype)
+    y, top = x.float() * scale, dtype_max(dtype)
+    if torch.compiler.is_compiling():
+        # No `clamp`: it becomes min.NaN and max.NaN, and beside them ptxas 12.9 writes garbage where a kernel stores
+        # FP8 codes in both layouts (triton#11111).
+        return torch.where(y > top, top, torch.where(y < -top, -top, y)).to(dtype)
+    return y.clamp(-top, top).to(dtype)
 
 
 def round_to_grid(x: torch.Tensor, smallest_normal: float | torch.Tensor, dtype: Number) -> torch.Tensor:

@@ -88,6 +88,9 @@ TABLE = {  # what is changed: why
     "torch._inductor.config:cpp.simdlen":
         "with AVX-512 the compiler's code for CPUs is wrong where a transposed fp32 tensor meets a bf16 one, as in the "
         "first block of a ViT (NaN; torch 2.11 to 2.15): a rehearsal compiles for AVX2",
+    "torch._inductor.codegen.triton:TritonOverrides.minimum, maximum":
+        "since torch 2.14 they are instructions that hand on NaN, beside which ptxas 12.9 writes garbage where a "
+        "kernel stores FP8 codes in both layouts, as those of FP8 layers do (triton#11111)",
     "logger torch.utils._pytree": "torchao registers enums in a way that makes torch warn in every process",
     "warnings":
         "torch warns about the way in which Accelerate makes the mesh of HSDP; and in a rehearsal, for every loader of "

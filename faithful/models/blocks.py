@@ -13,6 +13,7 @@ from faithful.errors import Refused
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 COMPILED = 8  # torch's recompile_limit
+LEAST = "torch._inductor.codegen.triton:TritonOverrides.minimum, maximum"
 
 
 def name_blocks(model: nn.Module) -> None:
@@ -63,11 +64,25 @@ def compile_blocks(model: nn.Module, compiled_if: Callable[..., bool] | None = N
     allow_each_kind(blocks)
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         patches.replace("torch._inductor.config:cpp.simdlen", 256)
+    compare_to_find_the_least()
     for block in blocks:
         block.compile(**options)
         if compiled_if:
             compiled: Any = block._compiled_call_impl
             block._compiled_call_impl = compiled_or_eager(block, compiled, compiled_if)
+
+
+def compare_to_find_the_least() -> None:
+    """Lets torch's compiler write minimum and maximum as comparisons, with the same results, as torchao does."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    for name, sign in (("minimum", "<"), ("maximum", ">")):
+        if "PropagateNan" in getattr(TritonOverrides, name)("a", "b"):
+
+            def compared(a: object, b: object, sign: str = sign) -> str:
+                return f"tl.where(({a} {sign} {b}) | ({a} != {a}), {a}, {b})"
+
+            patches.replace(LEAST, staticmethod(compared), TritonOverrides, name)
 
 
 def allow_each_kind(blocks: list[nn.Module]) -> None:

@@ -1,10 +1,12 @@
 """Compiled blocks, and functions that torch compiles no more."""
 
+import json
+import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import record, train
+from conftest import ROOT, record, train
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -85,3 +87,37 @@ def test_a_run_says_once_that_a_function_is_not_compiled_any_more(tmp_path):
     )
     log = (tmp_path / "run.log").read_text()
     assert log.count("not compiled any more") == 1 and "TORCH_LOGS" not in log
+
+
+FOR_AN_H100 = """
+import json, sys
+sys.path[:0] = [f"{sys.argv[1]}/{name}" for name in ("tests", "benchmarks", ".")]
+import pretend, speed, torch
+torch._C._ensureCUDADeviceGuardSet()
+torch.ones(1, requires_grad=True).sum().backward()
+pretend.DRIVER.set_devices(100)
+torch.autograd.set_multithreading_enabled(False)
+from faithful import patches
+from faithful.models.blocks import compare_to_find_the_least
+
+def found(level, **more):
+    speed.GARBLED.clear()
+    speed.generated(level, **more)
+    return len(speed.GARBLED)
+
+wrong = {"O2": found("O2"), "O3": found("O3"), "after a ReLU": found("O2", after=torch.relu)}
+compare_to_find_the_least()
+wrong["after a ReLU, as configs compile"] = found("O2", after=torch.relu)
+patches.release(0)
+print(json.dumps(wrong | {"afterwards": found("O2", after=torch.relu)}))
+"""
+
+
+def test_code_for_a_gpu_has_no_nan_instruction_beside_codes_in_two_layouts():
+    """ptxas 12.9 writes garbage there (triton#11111). Levels alone have none; beside those of a model, ReLU's say,
+    compiled configs have none, and what torch has is found."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-c", FOR_AN_H100, str(ROOT)]
+    wrong = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    nan = int(wrong["after a ReLU"] > 0)  # torch 2.14 and 2.15 have it
+    assert wrong == {"O2": 0, "O3": 0, "after a ReLU": nan, "after a ReLU, as configs compile": 0, "afterwards": nan}
