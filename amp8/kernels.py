@@ -19,6 +19,7 @@ from .tensors import without_waiting
 BLOCK = 4096  # elements that one program of a pass over a whole tensor reads at one time
 TILE = 64  # rows and columns of a matrix that one program casts
 CHUNK = 2048  # elements that one program of Adam updates; divides the blocks of the random numbers
+FUSED = {"enable_fp_fusion": True}  # products and sums round once, as by default until Triton 3.10
 PROGRAMS = 1056  # of a pass over a whole tensor: eight for each of an H100's multiprocessors
 
 
@@ -65,13 +66,13 @@ def cast_delayed(
     found = torch.zeros(2, dtype=torch.int32, device=x.device)  # bits of fp32: the amax in time, the scale
     with torch.cuda.device_of(x):
         if window:
-            gpu().amax[(PROGRAMS,)](x, found, updates, slot, window, x.numel(), BLOCK=BLOCK, num_warps=8)
+            gpu().amax[(PROGRAMS,)](x, found, updates, slot, window, x.numel(), BLOCK=BLOCK, num_warps=8, **FUSED)
         grid = blocks(rows, TILE), blocks(columns, TILE)
         grid_of, (carry, exponent) = torch.finfo(dtype), scaling.carry_and_exponent(dtype)
         gpu().cast[grid](
             x, codes, codes if turned is None else turned, found, scale, updates, history, slot, window, rows, columns,
             TOP=grid_of.max, SMALLEST=grid_of.smallest_normal, EPS=grid_of.eps, CARRY=carry, EXPONENT=exponent,
-            RECORDING=recording, TRANSPOSED=transposed, TILE=TILE,
+            RECORDING=recording, TRANSPOSED=transposed, TILE=TILE, **FUSED,
         )  # fmt: skip
     return codes, turned, found.view(torch.float32)[1]
 
@@ -83,10 +84,10 @@ def quantize_gradient(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
     carry, exponent = scaling.carry_and_exponent(scaling.E4M3)
     with torch.cuda.device_of(x):
-        gpu().amax[(PROGRAMS,)](x, found, found, 0, 1, x.numel(), BLOCK=BLOCK, num_warps=8)
+        gpu().amax[(PROGRAMS,)](x, found, found, 0, 1, x.numel(), BLOCK=BLOCK, num_warps=8, **FUSED)
         gpu().gradient[(blocks(x.numel(), BLOCK),)](
             x, codes, found, x.numel(), CARRY=carry, EXPONENT=exponent, OF_ZEROS=scaling.OF_ZEROS,
-            BLOCK=BLOCK, num_warps=8,
+            BLOCK=BLOCK, num_warps=8, **FUSED,
         )  # fmt: skip
     return codes, found.view(torch.float32)[1]
 
@@ -95,7 +96,8 @@ def e4m3_of(x: torch.Tensor, factor: float) -> torch.Tensor:
     """e4m3 codes of `x * factor`, x fp16. Nothing saturates."""
     codes = torch.empty(x.shape, dtype=scaling.E4M3, device=x.device)
     with torch.cuda.device_of(x):
-        gpu().scaled[(blocks(x.numel(), BLOCK),)](x, codes, x.numel(), FACTOR=factor, BLOCK=BLOCK, num_warps=8)
+        grid = (blocks(x.numel(), BLOCK),)
+        gpu().scaled[grid](x, codes, x.numel(), FACTOR=factor, BLOCK=BLOCK, num_warps=8, **FUSED)
     return codes
 
 
@@ -105,7 +107,7 @@ def transposed(x: torch.Tensor, factor: float) -> torch.Tensor:
     turned = torch.empty(columns, rows, dtype=scaling.E4M3, device=x.device)
     with torch.cuda.device_of(x):
         grid = blocks(rows, TILE), blocks(columns, TILE)
-        gpu().turn[grid](x, turned, rows, columns, FACTOR=factor, TILE=TILE)
+        gpu().turn[grid](x, turned, rows, columns, FACTOR=factor, TILE=TILE, **FUSED)
     return turned
 
 
@@ -136,7 +138,7 @@ def adam(
             gpu().adam[(len(places),)](
                 table, places, numbers, found, found_inf,
                 W=named[w], G=named[g], M=named[m], V=named[v], COPY=copy is not None,
-                NOISY=noisy, DECOUPLED=decoupled, ALIGNED=aligned, CHUNK=CHUNK,
+                NOISY=noisy, DECOUPLED=decoupled, ALIGNED=aligned, CHUNK=CHUNK, **FUSED,
             )  # fmt: skip
     return found.view(torch.float32)
 
