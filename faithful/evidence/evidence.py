@@ -17,6 +17,7 @@ from faithful.backends import cpu_matmul
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_fp8
 from faithful.errors import Refused
+from faithful.models.blocks import by_compiler
 from faithful.models.layers import FP8Layers, linear_names
 from faithful.strategies.base import Strategy
 from faithful.tensors.names import elements, fingerprint, parameters_of, size, unwrapped
@@ -255,7 +256,9 @@ class Evidence:
         parts = [where + (self.strategy.how_sharded(self.model, self.record) if self.sharded else "")]
         parts += [self.backend.name] if plan.precision != "fp8" else self.fp8_summary()
         parts[-1] += cpu_matmul.through_fp32(plan.precision)
-        parts[-1] += ", compiled" if plan.compile else ""
+        if plan.compile:
+            breaks = by_compiler()["graph_breaks"]
+            parts[-1] += ", compiled" + (f" with {breaks} graph breaks" if breaks else "")
         parts[-1] += ", offloaded to the host" if plan.offload else ""
         parts[-1] += ", activations computed again" if plan.ckpt else ""
         parts.append(

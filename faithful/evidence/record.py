@@ -31,6 +31,7 @@ from faithful.config import config_file, settings
 from faithful.disk import names, readers, secrets
 from faithful.disk.replacing import replaced, write_json
 from faithful.launch import machine
+from faithful.models.blocks import by_compiler
 from faithful.plan import Plan
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ class Record:
                 "steps_measured": len(steps.times),
                 "steps_excluded": steps.excluded,
             },
+            "compiled": by_compiler() if self.plan.compile else None,
             "peak_memory_bytes": memory,
             "gpu_utilization_mean": statistics.mean(self.utilization) if self.utilization else None,
             "final": {"step": steps.taken, "loss": steps.loss, "metrics": self.final} if self.final else None,

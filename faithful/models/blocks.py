@@ -95,6 +95,16 @@ def allow_each_kind(blocks: list[nn.Module]) -> None:
         patches.replace("torch._dynamo.config:recompile_limit", most)
 
 
+def by_compiler() -> dict[str, int]:
+    """What torch.compile has done in this process: graphs, breaks in them, which run as Python, and how often it has
+    compiled a function again, for another shape, say."""
+    from torch._dynamo import convert_frame, utils
+
+    again = sum(count - 1 for count in convert_frame.FRAME_COMPILE_COUNTER.values())
+    breaks = sum(utils.counters["graph_break"].values())
+    return {"graphs": utils.counters["stats"]["unique_graphs"], "graph_breaks": breaks, "recompilations": again}
+
+
 def compiled_or_eager(
     block: nn.Module, compiled: Callable[..., Any], compiled_if: Callable[..., bool]
 ) -> Callable[..., Any]:

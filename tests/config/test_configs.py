@@ -81,6 +81,7 @@ def test_compiles(tmp_path, name):
     run = train(name, tmp_path / "run", *STEPS)
     made = record(run)
     assert made["plan"]["compile"] and made["status"] == "finished"
+    assert made["compiled"]["graphs"] > 0 == made["compiled"]["graph_breaks"]
     eager = train(name.replace("_compile", ""), tmp_path / "eager", *STEPS)
     assert distance(run, eager) < 1e-3
 
