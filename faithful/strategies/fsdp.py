@@ -204,7 +204,7 @@ class FSDP(Strategy):
                 f"the script computes with a weight that {self.plan.strategy} gathers in FP8, in a forward pass "
                 f"({operation[1] or operation[2]}): do it between steps, or use a bf16 config"
             )
-        if "appears to not have been used in the graph" in error:
+        if "appears to not have been used in the graph" in error or "assign a gradient with dtype" in error:
             return Refused(
                 f"torch.autograd.grad asks for gradients of shards, and under {self.plan.strategy} the graph holds the "
                 "gathered weights: call accelerator.backward(loss), then use .grad, or use a ddp config"

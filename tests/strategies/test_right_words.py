@@ -103,6 +103,8 @@ ROWS = [
     ("zero1_bf16", "swapped", "different parts of the model"),
     ("ddp_fp32", "twice", "more backward passes than forward passes"),
     ("ddp_fp32", "by_hand", "steps without accelerator.backward"),
+    ("fsdp_bf16", "by_hand", "torch.autograd.grad asks for gradients of shards"),
+    *((f"zero{stage}_bf16", "by_hand", "gradients that DeepSpeed neither averages nor keeps") for stage in (1, 2, 3)),
     ("ddp_fp32", "sharded", "Net is sharded before prepare()"),
     ("fsdp_bf16", "sharded", "Net is sharded before prepare()"),
     ("ddp_fp32", "sparse", TRAINS),
