@@ -30,6 +30,14 @@ class SingleDevice(Strategy):
             patches.replace("transformers.training_args:TrainingArguments.n_gpu", at_most_one)
         return {}
 
+    def explain(self, error: str) -> Refused | None:
+        if "We tried to initialize torch.distributed for you" not in error:
+            return None
+        return Refused(
+            "the script lets transformers shard a model (DistributedConfig or tp_plan), and the config asks for one "
+            "process: load it without that, or use a tp or fsdp config, without it too"
+        )
+
 
 class DDP(Strategy):
     distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")

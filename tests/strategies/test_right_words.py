@@ -67,6 +67,13 @@ def script(what):
     model, weight = built(what), nn.Parameter(torch.zeros(1))
     trained = [*model.parameters(), *([weight] if what == "loss" else [])]
     optimizer = torch.optim.SGD(trained, lr=0.1)
+    if what == "transformers_shards":
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        tiny = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=8, num_hidden_layers=1))
+        tiny.save_pretrained(f"{sys.argv[2]}-tiny")
+        LlamaForCausalLM.from_pretrained(f"{sys.argv[2]}-tiny", distributed_config=DistributedConfig(tp_size=2))
     if what == "sharded":
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.data, init_device_mesh("cpu", (2,))))
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -107,6 +114,7 @@ ROWS = [
     *((f"zero{stage}_bf16", "by_hand", "gradients that DeepSpeed neither averages nor keeps") for stage in (1, 2, 3)),
     ("ddp_fp32", "sharded", "Net is sharded before prepare()"),
     ("fsdp_bf16", "sharded", "Net is sharded before prepare()"),
+    ("single_bf16", "transformers_shards", "the script lets transformers shard a model"),
     ("ddp_fp32", "sparse", TRAINS),
     ("fsdp_bf16", "sparse", "embed: FSDP2 takes no sparse gradients"),
     ("zero2_bf16", "sparse", "embed: DeepSpeed takes no sparse gradients"),
