@@ -48,6 +48,8 @@ def check(
     not_here = [line for line in rules.problems(wanted, here) if line not in unsound]
     not_here += rules.problems_of_machines(mapping, os.environ)
     notes = [*config_file.file_notes(mapping), *rules.notes(wanted, here)]
+    if not lines and mapping.get("mixed_precision") is None and wanted.precision == "fp32":
+        notes.append("the file says no precision: it is the script's, and fp32 if the script says none either")
     return lines + unsound, not_here, notes, wanted
 
 

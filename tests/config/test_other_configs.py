@@ -108,6 +108,7 @@ NOTED = {
     "ZeRO-3's defaults": (zero(), ["saved in fp32"]),
     "a section of another type": (DDP | {"fsdp_config": FSDP2}, ["fsdp_config is not read under distributed_type"]),
     "fp8_config without fp8": (DDP | {"fp8_config": {"backend": "TE"}}, ["fp8_config is not read under mixed_precision"]),
+    "no precision": (DDP | {"mixed_precision": None}, ["it is the script's, and fp32 if the script says none"]),
     "a whole model compiled": (DDP | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["compiled one by one"]),
     "compiling under DeepSpeed": (
         zero(zero_stage=2, zero3_save_16bit_model=False) | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
