@@ -1,8 +1,9 @@
 """The numerics of torchao's Float8Linear and MXFP8Linear and of TransformerEngine's te.Linear in software, written from
 their definitions, for a rehearsal on a CPU.
 
-Every operand of every product is rounded to exactly the values that FP8 has under its scale; only the speed differs.
-bf16 can hold each of these values, so one bf16 product does the arithmetic. FP4 has three parts, described at NVFP4.
+Every operand of every product is rounded to exactly the values that FP8 has under its scale.
+bf16 can hold each of these values, so one bf16 product does the arithmetic. Its sum is rounded before the scale and
+after it, a GPU's once, which differs where the scale is no power of two. FP4 has three parts, described at NVFP4.
 
 recipe               scales: input and grad_output, weight   formats                    power of two
 tensorwise (torchao) one, from its own amax                  e4m3, gradients e5m2       no
