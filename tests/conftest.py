@@ -26,6 +26,7 @@ import pytest
 import torch
 import tqdm.auto
 import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +95,15 @@ def pytest_runtest_makereport(item, call):
         words = item.function.__doc__ or item.originalname.removeprefix("test_").replace("_", " ")
         report.sections.append(("the promise", words))
     return report
+
+
+@pytest.fixture(autouse=True)
+def no_state_is_left():
+    """Fails a test that leaves Accelerate's state in this process: the ranks of the tests after it would each be alone."""
+    yield
+    left = [state.__name__ for state in (PartialState, AcceleratorState, GradientState) if state._shared_state]
+    AcceleratorState._reset_state(reset_partial_state=True), GradientState._reset_state()
+    assert not left, f"left in this process: {', '.join(left)}"
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import json
 import math
 import numbers
 import os
+import shutil
 import statistics
 import subprocess
 import sys

@@ -23,9 +23,18 @@ class Block(nn.Module):
         return self.linear(x).relu()
 
 
-@torch._dynamo.config.patch(recompile_limit=8)  # and what is set in it ends with it
+@pytest.fixture
+def replaced(monkeypatch):
+    """What a test replaces in torch ends with it."""
+    monkeypatch.setattr(patches, "undos", [])
+    yield
+    while patches.undos:
+        patches.undos.pop()()
+
+
+@torch._dynamo.config.patch(recompile_limit=8)
 @pytest.mark.parametrize("sizes", [(8,) * 12, (8, 8, 16, 32, 64, 128)])
-def test_each_kind_of_block_stays_compiled_in_training_evaluation_and_the_last_batch(monkeypatch, sizes):
+def test_each_kind_of_block_stays_compiled_in_training_evaluation_and_the_last_batch(monkeypatch, replaced, sizes):
     """The stages of a ResNet, say: torch counts by class."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     torch._dynamo.reset()
@@ -50,10 +59,9 @@ class Residual(nn.Module):
         return x + self.linear(self.norm(x))
 
 
-def test_compiled_blocks_compute_what_they_do_uncompiled_on_a_transposed_input(monkeypatch):
+def test_compiled_blocks_compute_what_they_do_uncompiled_on_a_transposed_input(monkeypatch, replaced):
     """The first block of a ViT gets its patches so. On CPUs with AVX-512 it was NaN."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    monkeypatch.setattr(patches, "undos", [])
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = nn.Sequential(Residual(), Residual()), torch.randn(4, 64, 64).transpose(1, 2)
@@ -61,8 +69,6 @@ def test_compiled_blocks_compute_what_they_do_uncompiled_on_a_transposed_input(m
         expected = model(x)
         compile_blocks(model)
         torch.testing.assert_close(model(x), expected, atol=0.05, rtol=0.05)
-    for undo in patches.undos:
-        undo()
 
 
 def of_many_shapes():
