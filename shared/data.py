@@ -50,7 +50,7 @@ class Progress:
     run that resumes evaluates that step again."""
 
     def __init__(self, same: dict[str, Any], accelerator: Any = None, args: Any = None) -> None:
-        if len(ids := dict(gather_object([(str(same.get("data"))[:12], socket.gethostname())]))) > 1:
+        if accelerator and len(ids := dict(gather_object([(str(same.get("data"))[:12], socket.gethostname())]))) > 1:
             raise Refused(f"--dataset is not the same everywhere: {', '.join(map(' on '.join, ids.items()))}. Copy one")
         self.same, self.step, self.batch, self.last_due = same, 0, 0, 0
         self.accelerator, self.args, self.best, self.elsewhere = accelerator, args, {}, -1

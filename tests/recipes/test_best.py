@@ -149,7 +149,8 @@ def test_a_best_checkpoint_that_a_file_names_is_a_step_of_this_folder(tmp_path, 
     (tmp_path / "checkpoint-3").mkdir()
     args = find.parse_options(VIT, ["--load_best_model_at_end"])
     accelerator = SimpleNamespace(project_dir=str(tmp_path), project_configuration=SimpleNamespace())
-    progress = data.Progress({}, accelerator, args)
+    progress = data.Progress({}, args=args)
+    progress.accelerator = accelerator
     progress.load_state_dict({"same": {}, "step": 3, "batch": 3, "best": best})
     kept = getattr(accelerator.project_configuration, "best_model_checkpoint", None)
     assert (progress.best == best) == taken and kept == (tmp_path / "checkpoint-3" if taken else None)
