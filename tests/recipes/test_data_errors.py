@@ -155,8 +155,11 @@ def test_text_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"caf\xe9 in Latin-1")
     with pytest.raises(Refused, match=r"b\.txt is not UTF-8 text: byte 0xe9 at 3; convert it"):
         text.texts(str(tmp_path), 16)
-    with pytest.raises(Refused, match="holds no text"):
+    with pytest.raises(Refused, match="none cannot be read: No such file"):
         text.files(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refused, match="holds no text"):
+        text.files(tmp_path / "empty")
     (tmp_path / "c.txt").write_text("x")
     with pytest.raises(Refused, match=r"c\.txt has no text to train on"):
         text.texts(str(tmp_path / "c.txt"), 16)

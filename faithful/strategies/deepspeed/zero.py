@@ -90,7 +90,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         super().__init__(plan)
         self.keeps_masters = plan.precision != "fp32"
         self.exchanges_in_passes = plan.strategy != "zero1"
-        self.in_backward = self.passed_outside = False  # in accelerator.backward; outside, since the last forward pass
+        self._in_backward = self._passed_outside = False  # in accelerator.backward; outside it
         self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if plan.strategy == "zero3" else ())
 
     def before_rehearsal(self) -> None:
@@ -212,15 +212,15 @@ class ZeRO(GradientsElsewhere, Strategy):
         zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
         with_checkpoints_of_its_own(engine, held)
         engine.module.register_forward_pre_hook(lambda *_: held.give_back(all_of_them=False), prepend=True)
-        engine.module.register_forward_hook(self.once_differentiable)
+        engine.module.register_forward_hook(self._once_differentiable)
 
         def backward(loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
             held.before_backward()
             engine.set_gradient_accumulation_boundary(sync_gradients)
-            self.in_backward = True
+            self._in_backward = True
             with added_up(zero):
                 engine.backward(loss, **kwargs)
-            self.in_backward = False
+            self._in_backward = False
             held.after_backward(sync_gradients)
 
         def zero_grad(self: torch.optim.Optimizer, set_to_none: bool | None = None) -> None:
@@ -246,7 +246,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         if zero.dtype == torch.float16:
             accelerator.scaler = Scaler(zero)
 
-    def once_differentiable(self, module: nn.Module, args: object, output: object) -> None:
+    def _once_differentiable(self, module: nn.Module, args: object, output: object) -> None:
         """A hook of the model: a second derivative through its output is refused, for which DeepSpeed's engine, which
         gives memory back in the first backward pass, has no rule."""
 
@@ -256,9 +256,9 @@ class ZeRO(GradientsElsewhere, Strategy):
                     "DeepSpeed's engine takes no second derivative (create_graph=True, a gradient penalty or a "
                     "Hessian): use a ddp config"
                 )
-            self.passed_outside |= not self.in_backward
+            self._passed_outside |= not self._in_backward
 
-        self.passed_outside = False
+        self._passed_outside = False
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(seen)
@@ -436,7 +436,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
 
     def explain(self, error: str) -> Refused | None:
-        if self.passed_outside and error in ("list index out of range", "unknown parameter type"):  # DeepSpeed's
+        if self._passed_outside and error in ("list index out of range", "unknown parameter type"):  # DeepSpeed's
             return Refused(
                 "torch.autograd.grad computes gradients that DeepSpeed neither averages nor keeps: call "
                 "accelerator.backward(loss), or use a ddp config and average them"
