@@ -33,9 +33,9 @@ TABLE = {  # what is changed: why
         "beside tensors. Scripts import them under any name, so the functions in their no_grad wrappers are replaced",
     "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy":
         "under SIZE_BASED_WRAP it takes lists of modules, which FSDP2 refuses, and every module around a unit",
-    "DTensor.__getitem__, __setitem__, data, methods that change it":
+    "DTensor.__getitem__, __setitem__, data, item, methods that change it":
         "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy; it is "
-        "not changed by whole tensors, such as masks",
+        "not changed by whole tensors, such as masks; item() gives the number of a part",
     "torch.nn.Module.register_parameter, _apply":
         "loading/meta_init.py: with fsdp_cpu_ram_efficient_loading or zero3_init_flag only process 0 holds the "
         "weights of a new model",

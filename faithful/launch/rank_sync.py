@@ -26,6 +26,7 @@ LOOKS = 1  # seconds between two looks
 STANDS = 15  # seconds in one call after which a process tells the others
 COLLECTIVES = "torch.distributed.distributed_c10d"
 FUNCTIONAL = "_c10d_functional."  # torch's operators of tensor parallelism
+FSDP = "torch.distributed.fsdp._fully_shard."  # it waits in the functions that start a block's passes
 ZERO = "deepspeed.runtime.zero."  # it waits in a handle, in a function that DeepSpeed wraps
 BETWEEN_TWO = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")  # these may differ
 CALL = "call of "  # begins the name of a call that moves no data, see rank_sync.py
@@ -121,7 +122,7 @@ def waits_in() -> tuple[object, str]:
         return None, ""
     module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
     caller = frame.f_back and (frame.f_back.f_globals.get("__name__", ""), frame.f_back.f_code.co_name)
-    if module == COLLECTIVES and name not in BETWEEN_TWO:
+    if (module == COLLECTIVES and name not in BETWEEN_TWO) or module.startswith(FSDP):
         return frame, name
     if module == "torch._ops" and str(frame.f_locals.get("self")).startswith(FUNCTIONAL):
         return frame, str(frame.f_locals["self"])

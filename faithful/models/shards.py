@@ -3,7 +3,8 @@
 Where an index selects along the sharded dimension, torch gathers the tensor and indexes the copy. A write to the result
 would be lost without a word: `weight.grad[:24] = 0`, `weight.data[5].mul_(0)`. So would `weight.data = value`. Other
 ways to such a copy (`chunk`, `narrow`, `view`) are refused when it is changed. And torch refuses to change a DTensor by
-a whole tensor, `weight.grad.mul_(mask)`, of which each process takes its part here.
+a whole tensor, `weight.grad.mul_(mask)`, of which each process takes its part here. The number that `item()` and
+`float()` give would be that of this process's part: `weight.grad.norm().item()`.
 """
 
 import functools
@@ -18,10 +19,11 @@ from faithful import patches
 from faithful.errors import Refused
 from faithful.models.averages import like
 
-ROW = "DTensor.__getitem__, __setitem__, data, methods that change it"
+ROW = "DTensor.__getitem__, __setitem__, data, item, methods that change it"
 METHODS = ("add_", "sub_", "mul_", "div_", "copy_", "masked_fill_", "lerp_", "addcmul_", "addcdiv_")
 ASSIGNMENTS = ("__iadd__", "__isub__", "__imul__", "__itruediv__")
 OPERATORS = {"__setitem__", *ASSIGNMENTS, "__ifloordiv__", "__imod__", "__ipow__"}
+NUMBER = torch.ops.aten._local_scalar_dense.default  # of item() and float()
 WHOLE = (torch.Tensor, torch.nn.Parameter)
 NO_VALUES = {"requires_grad_", "share_memory_", "detach_", "rename_", "resize_", "resize_as_", "set_"}
 Hooks = tuple[dict[int, Callable[..., Any]] | None, dict[int, Callable[..., Any]] | None]  # see hooks_of
@@ -36,6 +38,9 @@ def take_writes() -> None:
     for name, value in (ours | {name: changing(name) for name in names}).items():
         setattr(DTensor, name, value)
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[NUMBER] = number_of_all
+    patches.undo_with(ROW, lambda: handlers.pop(NUMBER, None))
 
 
 def changes(name: str) -> bool:
@@ -142,6 +147,11 @@ def whole_of(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(whole_of, value))
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def number_of_all(op_call: object, args: tuple[Any, ...], kwargs: object) -> float:
+    """The number in a tensor of one element. Every process calls it."""
+    return args[0].full_tensor().item()
 
 
 def get_data(self: DTensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from faithful import patches
 from faithful.checkpoint import rows
 from faithful.errors import Refused
 from faithful.loading import meta_init
-from faithful.models import averages, batch_norm, elementwise, shards
+from faithful.models import averages, batch_norm, shards
 from faithful.models.blocks import CONTAINERS, block_names, name_blocks
 from faithful.strategies import gathered, guard
 from faithful.strategies.base import (
@@ -92,11 +92,6 @@ class FSDP(Strategy):
                 f"fsdp_ignored_modules {plan.ignored_modules}: each process would train its own copy of "
                 f"{', '.join(trained[:3])}, as their gradients are not averaged: freeze them before "
                 "prepare(), or leave the key out"
-            )
-        if optimizer is not None and of_others(optimizer) and other_rate(accelerator, optimizer):
-            raise Refused(
-                f"{type(optimizer).__name__} computes a number of its own from all weights, its learning rate perhaps, "
-                f"which is another one in each process where {plan.strategy} shards them: use a ddp config"
             )
         name_blocks(model)
         batch_norm.in_fp32(model)
@@ -413,17 +408,6 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
             old, now = (reference() for reference in SHARDS.get(id(parameter), (none, none)))
             if old is parameter and now is not None:
                 group["params"][i] = now
-
-
-def of_others(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is none of torch's own, torchao's and ours, which keep no such numbers."""
-    return type(optimizer).__module__.split(".")[0] not in ("torch", "torchao", "amp8")
-
-
-def other_rate(accelerator: "Accelerator", optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any process finds that the optimizer computes other numbers from shards."""
-    world, rank = accelerator.num_processes, accelerator.process_index
-    return any(gather_object([elementwise.numbers_differ(optimizer, accelerator.device, world, rank)]))
 
 
 def reshard(model: nn.Module) -> None:

@@ -10,6 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
 
+# {package: classes of its optimizers that update each element of a weight by itself, or each block in low bits}
+ELEMENTWISE = {
+    "torch": "SGD Adam AdamW Adagrad RMSprop Adadelta Adamax ASGD NAdam RAdam Rprop",
+    "bitsandbytes": "Adam AdamW Lion SGD RMSprop Adagrad AdEMAMix",  # and their forms in 8 and 32 bits
+    "timm": "SGDW AdamWLegacy NAdamLegacy NAdamW RAdamLegacy RMSpropTF AdaBelief Adan Adopt LaProp Lion",
+}
+FORMS = re.compile(r"^Paged|(8|32)bit$")  # of bitsandbytes' classes
+
 
 def refuse_gradients_in_two_places(offloaded: bool) -> None:
     """The script has used `.grad`, and makes another backward pass before its step. offloaded: the engine adds up
@@ -70,6 +78,15 @@ def refuse_tied_blocks(model: nn.Module, classes: Iterable[str]) -> None:
             f"{names[tied[0]]} is tied between {' and '.join(sorted(blocks[tied[0]])[:2])}, which FSDP2 gathers one by "
             "one: untie them, say fsdp_auto_wrap_policy: NO_WRAP, or use a ddp config"
         )
+
+
+def updates_elements(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether flat parts of the weights are enough for the optimizer. LAMB, LARS, Muon, Adafactor and those that clip
+    each layer look at a whole matrix, Prodigy at the whole model; and timm's option `caution` at a whole tensor."""
+    package, name = type(optimizer).__module__.partition(".")[0], type(optimizer).__name__
+    name = FORMS.sub("", name) if package == "bitsandbytes" else name
+    cautious = any(group.get("caution") for group in optimizer.param_groups)
+    return name in ELEMENTWISE.get(package, "").split() and not cautious
 
 
 def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -441,7 +441,7 @@ def test_eight_kills_leave_nothing_behind(tmp_path):
     assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
 
 
-MORE = [("fsdp_bf16", "barrier"), ("fsdp_bf16", "all_gather_"), ("zero3_bf16", "end_training")]
+MORE = [("fsdp_bf16", "barrier"), ("fsdp_bf16", "item"), ("fsdp_bf16", "all_gather_"), ("zero3_bf16", "end_training")]
 ALONE = [("fsdp_bf16", "end_training"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 
 
@@ -467,11 +467,13 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
             accelerator.backward(model(torch.ones(1, 512)).sum())
             optimizer.step()
         print("held", flush=True)
-        if accelerator.is_main_process:
+        if accelerator.is_main_process and other == "item":
+            model.weight.norm().item()
+        elif accelerator.is_main_process:
             average.update_parameters(model) if other == "all_gather_" else model(torch.ones(1, 512))
         if other == "barrier":
             accelerator.wait_for_everyone()
-        if other == "all_gather_":
+        if other in ("all_gather_", "item"):
             model(torch.ones(1, 512))
         accelerator.end_training()
 
@@ -480,7 +482,10 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
     assert ranks.text().count("held") == 2
     [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
     assert line.startswith("error: the processes wait for each other, and none can go on: rank 0 waits in ")
-    assert f"; rank 1 waits in {other}" in line and "no checkpoint was saved; make each such call on" in line
+    assert (
+        f"; rank 1 waits in {'all_gather' if other == 'item' else other}" in line
+        and "no checkpoint was saved; make each such call on" in line
+    )
     assert record(tmp_path / "run")["error"] == line[7:]
 
 

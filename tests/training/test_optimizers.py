@@ -152,7 +152,7 @@ def as_torch_alone(make):
         (torch.optim.RMSprop, "apart True"),
         (own.Lars, "apart True"),
         (functools.partial(own.ClippedByLayer, lr=0.1), "apart True"),
-        (own.OwnRate, "refused: OwnRate computes a number of its own from all weights"),
+        (own.OwnRate, "apart True"),
         (torch.optim.Adafactor, "refused: the script, or its optimizer, computes with sharded weights in a way that"),
         (torch.optim.Adagrad, "refused: Adagrad has state before it is prepared, which fsdp cannot shard"),
     ],

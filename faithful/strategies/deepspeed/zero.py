@@ -29,7 +29,7 @@ from faithful.config import deepspeed
 from faithful.config.strategies import BUCKET
 from faithful.errors import Refused
 from faithful.loading import meta_init
-from faithful.models import batch_norm, elementwise
+from faithful.models import batch_norm
 from faithful.strategies import guard
 from faithful.strategies.base import (
     GradientsElsewhere,
@@ -139,7 +139,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         guard.refuse_sparse(model, "DeepSpeed")
         guard.refuse_strangers(model, optimizer)
         guard.make_contiguous(model)
-        refuse_optimizers_of_matrices(plan, optimizer, accelerator.device)
+        refuse_optimizers_of_matrices(plan, optimizer)
         # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.
         # Under fp32 it takes no others, not even frozen ones.
         needed = [] if self.keeps_masters else model.parameters()
@@ -448,44 +448,22 @@ class ZeRO(GradientsElsewhere, Strategy):
         return guard.in_two_dtypes(error, f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit")
 
 
-def refuse_optimizers_of_matrices(plan: "Plan", optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones, or its
-    class is one that DeepSpeed names."""
+def refuse_optimizers_of_matrices(plan: "Plan", optimizer: torch.optim.Optimizer) -> None:
+    """Raises Refused unless the optimizer does with flat parts of the weights what it does with whole ones: DeepSpeed
+    or guard.py names its class, or the user's file for DeepSpeed says that it may be tried."""
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     name = type(optimizer).__name__
     flat = f"under {plan.strategy} each process updates a flat part of the weights"
-    if any(vars(one).get(hooks) for one in elementwise.inside(optimizer) for hooks in STEP_HOOKS):
+    if any(vars(optimizer).get(hooks) for hooks in STEP_HOOKS):
         raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
-    if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
+    if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS or guard.updates_elements(optimizer):
         return
-    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+    if file_of_deepspeed().get("zero_allow_untested_optimizer") is not True:
         raise Refused(
-            f"{flat}, and {name} exchanges all weights for an evaluation (schedule-free), which would change these "
-            "parts alone: use a ddp or fsdp config"
+            f"{flat}, and {name} is not known to update each element by itself: use a ddp or fsdp config, or if it "
+            "does, say zero_allow_untested_optimizer: true in a deepspeed_config_file"
         )
-    stage, most = int(plan.strategy[-1]), sub_group_size()
-    sizes = [sum(p.numel() for p in group["params"]) / plan.num_processes for group in optimizer.param_groups]
-    large = {at for at, size in enumerate(sizes) if size > most}
-    try:
-        other = elementwise.differs(optimizer, device, plan.num_processes, stage, large)
-    except Exception as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Refused(
-            f"{flat}, and a copy of {name} with small weights cannot show whether it may ({said}): use a ddp "
-            "or fsdp config"
-        ) from error
-    if other:
-        raise Refused(
-            f"{flat}, and {name} updates parts otherwise than a whole matrix or model: use a ddp or fsdp config"
-        )
-
-
-def sub_group_size() -> float:
-    """Elements for which stage 3 calls the optimizer's step once."""
-    # pyrefly: ignore[missing-attribute]
-    size = AcceleratorState().deepspeed_plugin.deepspeed_config["zero_optimization"].get("sub_group_size")
-    return size if isinstance(size, int | float) else 1e9
 
 
 def complete(config: dict[str, Any], plan: "Plan", scaling: "GradScalerKwargs | None") -> None:
