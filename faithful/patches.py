@@ -33,9 +33,12 @@ TABLE = {  # what is changed: why
         "beside tensors. Scripts import them under any name, so the functions in their no_grad wrappers are replaced",
     "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy":
         "under SIZE_BASED_WRAP it takes lists of modules, which FSDP2 refuses, and every module around a unit",
-    "DTensor.__getitem__, __setitem__, data, item, methods that change it":
-        "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy; it is "
-        "not changed by whole tensors, such as masks; item() gives the number of a part",
+    "DTensor.__setitem__, data, item, methods that change it":
+        "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy, and item() would "
+        "give the number of a part",
+    "torch.nn.Parameter.grad, register_post_accumulate_grad_hook, ds_status":
+        "deepspeed/seen.py: under ZeRO .grad is empty after a backward pass, and so is a weight of stage 3 that is not "
+        "in use; to use them raises an error",
     "torch.nn.Module.register_parameter, _apply":
         "loading/meta_init.py: with fsdp_cpu_ram_efficient_loading or zero3_init_flag only process 0 holds the "
         "weights of a new model",
@@ -70,6 +73,8 @@ TABLE = {  # what is changed: why
         "nn.DataParallel; one process has one GPU",
     "transformers.training_args:is_torch_bf16_gpu_available":
         "TrainingArguments(bf16=True), trl's default, raise an error on a CPU, where the run is rehearsed",
+    "transformers.trainer:Trainer._has_mixed_mesh_grads":
+        "it looks for DTensors in .grad, which under ZeRO is not there",
     "transformers.trainer:Trainer.save_model":
         "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
         "the main process alone for weights that each process has a part of",

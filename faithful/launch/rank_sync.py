@@ -122,8 +122,12 @@ def waits_in() -> tuple[object, str]:
         return None, ""
     module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
     caller = frame.f_back and (frame.f_back.f_globals.get("__name__", ""), frame.f_back.f_code.co_name)
-    if (module == COLLECTIVES and name not in BETWEEN_TWO) or module.startswith(FSDP):
+    if module == COLLECTIVES and name not in BETWEEN_TWO:
         return frame, name
+    if module.startswith(FSDP):  # its frames hold models, which may be dropped
+        from torch.distributed import Work
+
+        return next(((each, name) for each in frame.f_locals.values() if isinstance(each, Work)), (None, ""))
     if module == "torch._ops" and str(frame.f_locals.get("self")).startswith(FUNCTIONAL):
         return frame, str(frame.f_locals["self"])
     if module == "deepspeed.utils.nvtx" and caller and caller[0].startswith(ZERO) and caller[1] == "wait":

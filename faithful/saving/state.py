@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from faithful.checkpoint import checkpoints, tensor_keys
 from faithful.disk import names, tensor_files
 from faithful.errors import Refused
-from faithful.tensors.names import local, parameters_of
+from faithful.tensors.names import parameters_of
 from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
 
@@ -161,7 +161,7 @@ class RunState:
         if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
             with loading(folder, "the random generators"):
                 set_random_state(mine)
-        if name := not_finite(self.models):
+        if name := not_finite(self.strategy, self.models):
             note(f"{folder}: the weight {name} holds values that are not finite, as they were saved")
         return saved_by, state["steps"]["micro"]
 
@@ -287,15 +287,16 @@ def read_values(
         raise Refused(f"{folder / checkpoints.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
 
 
-def not_finite(models: "list[PreparedModel]") -> str | None:
+def not_finite(strategy: "Strategy", models: "list[PreparedModel]") -> str | None:
     """The name of the first weight, on any rank, that is NaN or infinite, or None: the next step would stop, or with
     FP8 might not."""
     found = []
     for prepared in models:
-        shards = {name: local(parameter.detach()) for name, parameter in parameters_of(prepared.model)}
-        shards = {name: shard for name, shard in shards.items() if shard.dtype in WITH_NAN and not shard.is_meta}
-        flags = [shard.isfinite().all().cpu() for shard in shards.values()]
-        found += [name for name, finite in zip(shards, flags, strict=True) if not finite]
+        every = strategy.shards(dict(parameters_of(prepared.model)), next(iter(prepared.optimizers), None))
+        weights = [shard for shard in every if shard.kind in ("weight", "master")]
+        shards = [shard for shard in weights if shard.tensor.dtype in WITH_NAN and not shard.tensor.is_meta]
+        flags = [shard.tensor.detach().isfinite().all().cpu() for shard in shards]
+        found += [shard.name for shard, finite in zip(shards, flags, strict=True) if not finite]
     return next(filter(None, gather_object([found[0] if found else None])), None)
 
 

@@ -306,7 +306,7 @@ def mixes_shards(error: str) -> Refused | None:
     if "unbind along the sharded dimension" in error or "not supported with DTensor" in error:
         return Refused(
             f"the script uses a sharded tensor in a way that torch's shards do not have ({error.partition('.')[0]}): "
-            "use an index, as weight[i], or a ddp config"
+            "read it by an index, as weight[i], or use a ddp config"
         )
     if "in-place operations that require placement changes" in error:
         return Refused(
@@ -341,10 +341,13 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
     """{place: this process's part} of the persistent buffers."""
-    model = unwrapped(model)
-    derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
-    kept = [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
+    kept = persistent_buffers(unwrapped(model))
     return {tensor_keys.buffer(name): local(buffer) for name, buffer in plain_names(kept)}
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
+    return [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
 
 
 def refuse_other_model(live: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:

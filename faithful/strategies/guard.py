@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -19,15 +20,30 @@ ELEMENTWISE = {
 FORMS = re.compile(r"^Paged|(8|32)bit$")  # of bitsandbytes' classes
 
 
-def refuse_gradients_in_two_places(offloaded: bool) -> None:
-    """The script has used `.grad`, and makes another backward pass before its step. offloaded: the engine adds up
-    gradients in the host's memory, where what was written to `.grad` is not."""
-    if offloaded:
+def refuse_gradient(does: str) -> NoReturn:
+    """DeepSpeed averages gradients into memory of its own, and frees `.grad`. does: reads, sets."""
+    raise Refused(
+        f"the script {does} .grad between backward and step, which under ZeRO is not there: read it by "
+        "deepspeed.utils.safe_get_full_grad(parameter) on all processes, give it up by .grad = None or zero_grad(), or "
+        "use a ddp or fsdp config"
+    )
+
+
+def refuse_between_passes(whole: bool) -> None:
+    """whole: whether the step's last backward pass is done, before which DeepSpeed has not averaged gradients."""
+    if not whole:
         raise Refused(
-            "the script uses .grad, or sets it, between two backward passes of a step, which DeepSpeed adds up in the "
-            "host's memory: use .grad after the last one, call optimizer.zero_grad() to give gradients up, or use a "
-            "zero config without offloading"
+            "the script uses gradients between the micro-batches of a step, but under ZeRO they are not averaged yet: "
+            "use them if accelerator.sync_gradients, or use a ddp config"
         )
+
+
+def refuse_released() -> NoReturn:
+    """Stage 3 keeps a weight that is not in use as an empty tensor."""
+    raise Refused(
+        "the script uses a weight that ZeRO-3 has released, outside of a forward pass: do it on all processes within "
+        "`with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):`, or use a zero2, ddp or fsdp config"
+    )
 
 
 def refuse_complex(model: nn.Module, engine: str) -> None:

@@ -37,7 +37,7 @@ class Norms:
     def keep(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
         """Remembers that these parameters were clipped together. Returns their norm over all processes."""
         norm = whole_norm(norm)
-        self.clipped |= {id(p): (p, version(p.grad), norm) for p in parameters}
+        self.clipped |= {id(p): (p, self.version(p), norm) for p in parameters}
         return norm
 
     def clear(self) -> None:
@@ -49,7 +49,12 @@ class Norms:
         if (found := self.clipped.get(key)) is None:
             return None
         parameter, before, norm = found
-        return norm if before == version(parameter.grad) else None
+        return norm if before == self.version(parameter) else None
+
+    def version(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Identifies a gradient in `.grad`, and its values."""
+        gradient = None if self.elsewhere is self.strategy else parameter.grad
+        return None if gradient is None else (id(gradient), gradient._version)
 
     def of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """The norm over all gradients of a prepared optimizer. Clipping calls may have computed it, or a
@@ -84,11 +89,6 @@ class Norms:
 
 def combined(norms: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-def version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """Identifies a gradient and its values."""
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def by_kind(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -141,8 +141,7 @@ def clip_grad_norm_(
     **kwargs: Any,
 ) -> torch.Tensor:
     accelerator, parameters = newest() if newest else None, as_list(parameters)
-    mixed = len({isinstance(parameter.grad, DTensor) for parameter in parameters if parameter.grad is not None}) > 1
-    if accelerator and (mixed or owner(parameters)):
+    if accelerator and (owner(parameters) or len(by_kind(parameters)) > 1):
         return accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
     return torchs(parameters, max_norm, norm_type, *args, **kwargs)
 

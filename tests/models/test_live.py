@@ -101,8 +101,18 @@ def judged(row, dtype, make, found):
     return ("right" if max(figures.values()) < bound else "wrong"), figures
 
 
+GRADIENTS = ["p.grad.mul_(0)", "p.grad[:n] = 0", "p.grad = -p.grad", "p.grad is read"]
+RELEASED = ["p.data.clamp_ after prepare", "p.data.clamp_ between backward and step", "nn.init after prepare",
+            "load_state_dict after a step", "a penalty over model.parameters()"]  # fmt: skip
+# What strategies/guard.py refuses, each time with the end of a launch.
+GUARDED = {"zero1": GRADIENTS, "zero2": GRADIENTS, "zero3": GRADIENTS + RELEASED} | dict.fromkeys(
+    ("fsdp", "hsdp", "tp"), ["p.grad[:n] = 0", "a penalty over model.parameters()"]
+)
+
+
 def rows_of(strategy):
-    return [row for row in ROWS if strategy != "tp" or row not in NEED_BLOCKS]
+    left_out = GUARDED.get(strategy, []) + (list(NEED_BLOCKS) if strategy == "tp" else [])
+    return [row for row in ROWS if row not in left_out]
 
 
 # where most was lost
@@ -117,6 +127,14 @@ def test_what_a_script_does_has_torchs_effect_or_is_refused(tmp_path, strategy, 
     found = list(outcomes(rows_of(strategy), strategy, precision, tmp_path))
     assert [row for row, *_ in found] == rows_of(strategy)
     assert not [one for one in found if one[1] == "wrong"]
+    assert strategy not in GUARDED or precision not in ("fp32", "bf16") or {end for _, end, _ in found} == {"right"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", GUARDED)
+def test_what_another_engine_cannot_do_as_torch_is_refused(tmp_path, strategy):
+    found = list(outcomes(GUARDED[strategy], strategy, "bf16", tmp_path))
+    assert [(row, end) for row, end, _ in found] == [(row, "refused") for row in GUARDED[strategy]]
 
 
 @pytest.mark.parametrize("make", [Net, llama])

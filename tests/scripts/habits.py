@@ -241,7 +241,7 @@ ROWS = {
     "p.data.clamp_ in forward": written_in_forward(clamped_in_forward),
     "p.grad.mul_(0)": at("backward")(with_gradient(lambda gradient: gradient.mul_(0))),
     "p.grad[:n] = 0": at("backward")(with_gradient(zero_rows)),
-    "p.grad = None": at("backward")(set_gradient(lambda gradient: None)),
+    "p.grad = None": at("backward")(lambda run: setattr(run.weight(), "grad", None)),
     "p.grad = -p.grad": at("backward")(set_gradient(lambda gradient: -gradient)),
     "p.grad is read": at("backward")(with_gradient(lambda gradient: None)),
     "frozen before prepare": at("built")(freeze),

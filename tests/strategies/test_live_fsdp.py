@@ -131,7 +131,7 @@ class PostHookBefore(Case):
         model.blocks[0].fc.weight.register_post_accumulate_grad_hook(self.zero)
 
     def zero(self, weight):
-        weight.grad[:4] = 0
+        weight.grad.mul_(0)
 
 
 class PostHookAfter(PostHookBefore):
@@ -186,39 +186,9 @@ class Assigned(Case):
             parameter.data = parameter.data * 0.8
 
 
-class RowsWritten(Case):
-    def end(self, model, step):
-        with torch.no_grad():
-            model.blocks[0].fc.weight[:7] = 0
-            model.blocks[1].fc.weight.data[6:8].mul_(0.5)
-            model.head.weight.data[1:4, :3].fill_(0.25)
-
-
 class Loaded(Case):
     def end(self, model, step):
         model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
-
-
-class GradientRows(Case):
-    def backward(self, model, step):
-        model.blocks[0].fc.weight.grad[:7] = 0
-        model.head.weight.grad[torch.arange(5) > 1] = 0
-        model.blocks[1].fc.weight.grad[2].mul_(3)
-
-
-class Masked(Case):
-    """By whole tensors, as pruning does."""
-
-    def backward(self, model, step):
-        mask = (torch.arange(WIDTH) > WIDTH // 2).float()[:, None]
-        model.blocks[0].fc.weight.grad.mul_(mask)
-        model.blocks[1].fc.weight.grad *= mask
-        model.head.weight.grad.masked_fill_(torch.arange(5)[:, None] > 2, 0)
-
-    def end(self, model, step):
-        with torch.no_grad():
-            model.blocks[2].fc.weight.data.mul_(torch.arange(WIDTH) % 2)
-            model.blocks[2].fc.bias.copy_(torch.arange(WIDTH) / WIDTH)
 
 
 class GradientScaled(Case):
@@ -291,8 +261,8 @@ CASES = {
     case.__name__: case
     for case in (
         HookBefore, HookAfter, HookWhileAccumulating, HookInPlace, HookRemoved, HookBetween, PostHookBefore,
-        PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, RowsWritten, Loaded,
-        GradientRows, Masked, GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
+        PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, Loaded,
+        GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
     )
 }  # fmt: skip
 
@@ -538,7 +508,7 @@ def split():
         tokens = torch.arange(32).view(2, 16)
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
         if step == 1:
-            layers[3].mlp.up_proj.weight.grad[:40] = 0
+            layers[3].mlp.up_proj.weight.grad.mul_(0)
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
@@ -557,7 +527,7 @@ def split():
             [False, False, False],
         ]
         assert not whole[-1][names[0]].any()
-        assert moved[3][0].all() and not moved[3][1][:40].any() and moved[3][1][40:].all()
+        assert moved[3][0].all() and not moved[3][1].any() and moved[3][2].all()
     accelerator.end_training()
 
 
@@ -602,6 +572,33 @@ def game():
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_fp32"])
 def test_a_discriminator_is_frozen_and_thawed_in_each_step(tmp_path, config):
     train(config, tmp_path / "run", script=game)
+
+
+WRITTEN = {  # what scripts write to a part of a gradient of 16 rows, or by a whole tensor: what the line says
+    "rows": (lambda gradient: gradient.__setitem__(slice(7), 0), "a part of a sharded tensor by an index"),
+    "a row": (lambda gradient: gradient[2].mul_(3), "a part of a sharded tensor by mul_"),
+    "rows by a mask": (lambda gradient: gradient.__setitem__(torch.arange(WIDTH) > 1, 0), "by an index"),
+    "a mask": (
+        lambda gradient: gradient.mul_((torch.arange(WIDTH) > 1)[:, None]),
+        "sharded weights and whole tensors together",
+    ),
+}
+
+
+def writes_a_part(name):
+    """What a rank runs."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, optimizer = accelerator.prepare(*built(Case()))
+    accelerator.backward(loss_of(model, torch.randn(ROWS, WIDTH + 5)))
+    WRITTEN[name][0](accelerator.unwrap_model(model).blocks[0].fc.weight.grad)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_part_of_a_sharded_gradient_is_refused_in_one_line(tmp_path, name):
+    train("fsdp_fp32", tmp_path / "run", script=functools.partial(writes_a_part, name), code=2)
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("refused: ") == 1 and WRITTEN[name][1] in log and "Traceback" not in log, log[-2000:]
 
 
 PARTS = {  # what scripts do to a part of a weight or gradient; 8 rows of 4

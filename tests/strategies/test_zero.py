@@ -261,7 +261,11 @@ def test_what_is_offloaded_from_a_gpu_is_in_pinned_memory(monkeypatch):
     mapping = yaml.safe_load((CONFIGS / "zero3_bf16_offload.yml").read_text())
     for name, value in to_env(mapping).items():
         monkeypatch.setenv(name, value)
-    for change in ("quiet", "leave_precision_to_the_config"):  # which would last for later tests of this process
+    for change in (
+        "quiet",
+        "leave_precision_to_the_config",
+        "leave_gradients_to_the_engine",
+    ):  # which would last for later tests of this process
         monkeypatch.setattr(zero_strategy, change, lambda: None)
     for rehearsal, pinned in ((False, True), (True, None)):
         plan = SimpleNamespace(strategy="zero3", precision="bf16", rehearsal=rehearsal, clip=None)

@@ -224,15 +224,13 @@ def whole_master(zero: Zero, parameter: Partitioned) -> torch.Tensor:
 
 
 @torch.no_grad()
-def set_gradient(zero: Zero, parameter: Partitioned, whole: torch.Tensor | None) -> None:
-    """Makes the averaged gradient `whole`, or zero if that is None."""
-    if not position(zero, parameter)[2]:
-        return
-    part = gradient_part(zero, parameter)
-    part.zero_() if whole is None else part.copy_(cut(zero, parameter, whole))
-    norms = getattr(zero, "norm_for_param_grads", None)  # where gradients are offloaded
-    if norms is not None and zero.get_param_id(parameter) in norms:
-        norms[zero.get_param_id(parameter)] = part.float().norm(2)
+def drop_gradient(zero: Zero, parameter: Partitioned) -> None:
+    """Makes the averaged gradient zero."""
+    if position(zero, parameter)[2]:
+        gradient_part(zero, parameter).zero_()
+        norms = getattr(zero, "norm_for_param_grads", {})  # where gradients are offloaded
+        if zero.get_param_id(parameter) in norms:
+            norms[zero.get_param_id(parameter)] = torch.zeros(())
 
 
 def offloads_gradients(zero: Zero) -> bool:
@@ -407,7 +405,6 @@ def restore_engine(
 ) -> None:
     from deepspeed.runtime.zero import GatheredParameters
 
-    held.give_back()
     for name, parameter in parameters:
         if held.has(parameter):
             fragment(zero, parameter, masters(zero)).copy_(parts[tensor_keys.weight(name)])

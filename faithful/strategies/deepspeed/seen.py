@@ -1,15 +1,14 @@
 """The parameters that a script sees under ZeRO.
 
-DeepSpeed trains flat fp32 masters. `.grad` is empty, and under stage 3 so are weights that are not in use. After
-`prepare` the model's parameters are of the classes here: a script's `.grad` is the averaged gradient, a released weight
-is gathered when the script uses it, and what the script writes is taken over before the update. Both need all
-processes, as with FSDP2's shards.
+DeepSpeed trains flat fp32 masters. After a backward pass `.grad` is empty, and under stage 3 so are weights that are
+not in use. A script that used them would use nothing without a word, so this raises (guard.py). What it writes into
+weights is taken over before the update.
 """
 
+import contextlib
 import functools
-import sys
-from collections.abc import Callable, Iterable
-from types import FrameType
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,13 +16,15 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from faithful.errors import Refused
-from faithful.launch import rank_sync
+from faithful import patches
 from faithful.strategies import guard
 from faithful.strategies.deepspeed import engine
 from faithful.strategies.deepspeed.engine import Partitioned, Zero
 
+ROW = "torch.nn.Parameter.grad, register_post_accumulate_grad_hook, ds_status"
 T = torch.Tensor
+GRAD: Any = T.grad
+DATA: Any = T.data  # pyrefly: ignore[missing-attribute]
 # pyrefly: ignore[missing-attribute]
 SHAPES = {T.shape.__get__, T.ndim.__get__, T.size, T.numel, T.nelement, T.dim, T.__len__, torch.numel}
 WITHOUT_VALUES = {  # what may be asked of a released parameter, which is an empty tensor
@@ -35,80 +36,12 @@ WITHOUT_VALUES = {  # what may be asked of a released parameter, which is an emp
     *(getattr(T, name).__get__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "_version", "is_nested")),
     *(getattr(T, name).__set__ for name in ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")),
     *(T.requires_grad_, T.is_floating_point, T.is_complex, T.element_size, T.get_device, T.register_hook),
-    *(torch.is_floating_point, torch.is_complex, T.register_post_accumulate_grad_hook),
+    *(torch.is_floating_point, torch.is_complex, T.register_post_accumulate_grad_hook, DATA.__set__),
 }
 
 
-def asking() -> FrameType | None:
-    """The frame of the script, or of a library, that uses a parameter; None if DeepSpeed does, or this package."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
-        frame = frame.f_back
-    package = "faithful" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
-    return None if package in ("faithful", "deepspeed") else frame
-
-
-class Seen(nn.Parameter):
-    """A parameter of the engine's model. `held`: its Held, in a class that `watch` makes."""
-
-    held: "Held" = None  # pyrefly: ignore[bad-assignment]
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        gradient = T.grad.__get__(self)  # pyrefly: ignore[missing-attribute]
-        if gradient is None and self.held.begun and self.held.has(self) and (frame := asking()):
-            return self.held.gradient(self, frame)
-        return gradient
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if self.held.begun and self.held.has(self) and (frame := asking()):
-            self.held.set_gradient(self, value, frame)
-        else:
-            T.grad.__set__(self, value)  # pyrefly: ignore[missing-attribute]
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """DeepSpeed's hook takes the gradient away, so it stays the last one."""
-        handle = super().register_post_accumulate_grad_hook(hook)
-        hooks = self._post_accumulate_grad_hooks
-        for key in [key for key in hooks if key in self.held.hooks_of_engine]:
-            hooks.move_to_end(key)  # pyrefly: ignore[missing-attribute]
-        return handle
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(engine.gathered(self).clone(), self.requires_grad)
-        return memo[id(self)]
-
-
-class Gathered(Seen):
-    """A parameter of stage 3 while it is whole. DeepSpeed's `ds_status` makes it a `Released` one, and back.
-
-    released: the other class.
-    """
-
-    released: "type[Released]" = None  # pyrefly: ignore[bad-assignment]
-
-    @property
-    def ds_status(self) -> Any:
-        return self.__dict__["ds_status"]
-
-    @ds_status.setter
-    def ds_status(self, status: Any) -> None:
-        self.__dict__["ds_status"] = status
-        # pyrefly: ignore[bad-argument-type]
-        self.__class__ = self.released if status.name == "NOT_AVAILABLE" else self.released.gathered
-        if status.name == "AVAILABLE":
-            self.gathered_at = self._version
-
-
-class Released(Gathered):
-    # the other class
-    gathered: type[Gathered] = None  # pyrefly: ignore[bad-assignment]
+class Released(nn.Parameter):
+    """A parameter of stage 3 while it is empty."""
 
     @classmethod
     def __torch_function__(
@@ -119,19 +52,80 @@ class Released(Gathered):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         arguments = args, kwargs or {}
-        if func not in WITHOUT_VALUES and (frame := asking()):
-            if func in SHAPES:
-                arguments = _pytree.tree_map_only(Released, of_its_shape, arguments)
-            else:
-                for parameter in _pytree.tree_leaves(arguments):
-                    if isinstance(parameter, Released):
-                        parameter.held.lend(parameter, frame)
+        if func in SHAPES:
+            arguments = _pytree.tree_map_only(Released, of_its_shape, arguments)
+        elif func not in WITHOUT_VALUES and any(held_of(leaf) for leaf in _pytree.tree_leaves(arguments)):
+            guard.refuse_released()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*arguments[0], **arguments[1])
 
 
 def of_its_shape(parameter: Partitioned) -> torch.Tensor:
     return torch.empty(parameter.ds_shape, device="meta")
+
+
+def held_of(parameter: object) -> "Held | None":
+    """What an engine holds of a parameter that the script uses: not the engine itself, and no hook of a pass."""
+    reference = vars(parameter).get("held") if isinstance(parameter, nn.Parameter) else None
+    held = reference() if reference else None
+    return None if held is None or held.at_work or torch._C._current_graph_task_id() != -1 else held
+
+
+def gradient_elsewhere(parameter: nn.Parameter) -> "Held | None":
+    held = held_of(parameter)
+    return held if held and held.begun and held.has(parameter) else None
+
+
+def get_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    if gradient_elsewhere(parameter):
+        guard.refuse_gradient("reads")
+    return GRAD.__get__(parameter)
+
+
+def set_grad(parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+    if (held := gradient_elsewhere(parameter)) is None:
+        GRAD.__set__(parameter, value)
+    elif value is None:
+        held.drop_gradient(parameter)
+    else:
+        guard.refuse_gradient("sets")
+
+
+def register_hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """register_post_accumulate_grad_hook. DeepSpeed's hooks take the gradient away, so they stay the last."""
+    handle = T.register_post_accumulate_grad_hook(parameter, hook)
+    held, hooks = held_of(parameter), parameter._post_accumulate_grad_hooks
+    for key in [key for key in hooks if held and key in held.hooks_of_engine]:
+        hooks.move_to_end(key)  # pyrefly: ignore[missing-attribute]
+    return handle
+
+
+def get_status(parameter: Partitioned) -> Any:
+    try:
+        return vars(parameter)["ds_status"]
+    except KeyError:
+        raise AttributeError("ds_status") from None
+
+
+def set_status(parameter: Partitioned, status: Any) -> None:
+    """DeepSpeed releases a parameter, or has gathered it."""
+    vars(parameter)["ds_status"] = status
+    if "held" in vars(parameter):
+        parameter.__class__ = Released if status.name == "NOT_AVAILABLE" else nn.Parameter
+        if status.name == "AVAILABLE":
+            parameter.gathered_at = parameter._version
+
+
+def watch_parameters() -> None:
+    """Makes the parameters of all engines raise where a script uses what is not there, until the run ends."""
+    if "grad" in vars(nn.Parameter):
+        return
+    ours = {"grad": property(get_grad, set_grad, lambda self: set_grad(self, None)),
+            "register_post_accumulate_grad_hook": register_hook_before,
+            "ds_status": property(get_status, set_status)}  # fmt: skip
+    for name, value in ours.items():
+        setattr(nn.Parameter, name, value)
+        patches.undo_with(ROW, lambda name=name: delattr(nn.Parameter, name))
 
 
 class Held:
@@ -144,12 +138,14 @@ class Held:
         self.parameters: list[Partitioned] = parameters
         self.owned = {id(parameter) for group in engine.groups(zero) for parameter in group}
         self.begun = self.whole = False  # a backward pass of the step is done; the last one, and gradients are averaged
-        reached: set[int] = set()
-        self.reached = reached  # ids of the parameters that have a gradient
-        self.gradients: dict[int, tuple[Partitioned, torch.Tensor | None]] = {}
-        self.lent: dict[int, tuple[Partitioned, bool]] = {}
-        self.sites: set[str] = set()
+        self.at_work = False  # the engine uses its parameters itself
         self.hooks_of_engine = {handle.id for handle in zero._grad_acc_hooks}
+        self.reached: set[int] = set()  # ids of the parameters that have a gradient
+        self.watch()
+
+    def watch(self) -> None:
+        watch_parameters()
+        reached = self.reached
         for parameter in self.parameters:
             if self.has(parameter):
                 trained = parameter.requires_grad
@@ -157,54 +153,26 @@ class Held:
                 # Not of `self`: Python's collector does not see what such hooks hold.
                 parameter.register_post_accumulate_grad_hook(lambda parameter: reached.add(id(parameter)))
                 parameter.requires_grad_(trained)
-        self.watch()
-
-    def watch(self) -> None:
-        seen = type("Parameter", (Seen,), {"held": self})
-        gathered: Any = type("Parameter", (Gathered,), {"held": self})
-        released: Any = type("Parameter", (Released,), {"held": self, "gathered": gathered})
-        gathered.released = released.released = released
-        for parameter in self.parameters:
-            if not hasattr(parameter, "ds_status"):
-                parameter.__class__ = seen
-                continue
-            parameter.__class__ = gathered
-            parameter.ds_status = parameter.ds_status
-            parameter.partition = functools.partial(released_after, parameter, parameter.partition)
+            # With `_hp_grad` DeepSpeed's safe_get_full_grad asks this function, and does not look at `.grad`.
+            parameter._hp_grad = True
+            parameter.get_full_hp_grad = functools.partial(gradient, weakref.ref(parameter))
+            parameter.held = weakref.ref(self)
+            if hasattr(parameter, "ds_status"):
+                parameter.ds_status = parameter.ds_status
+                parameter.partition = functools.partial(released_after, parameter, parameter.partition)
 
     def has(self, parameter: Partitioned) -> bool:
         """Whether the optimizer updates the parameter."""
         return id(parameter) in self.owned
 
-    def of_all(self, frame: FrameType, what: str) -> None:
-        """Raises Refused at the first use in a line of the script if the main process uses the parameter alone."""
-        site = f"line {frame.f_lineno} of {frame.f_code.co_filename.replace(':', ' ')}"
-        if site not in self.sites and not rank_sync.all_ranks_called(f"{what}/{site}", True):
-            raise Refused(
-                f"{site} uses {what} on some processes alone, but under ZeRO each holds a part of it: do it on all"
-            )
-        self.sites.add(site)
-
-    # ---- weights ----
-
-    def lend(self, parameter: Partitioned, frame: FrameType) -> None:
-        """Gathers a parameter for the script. It stays whole until the update, for a backward pass may need it, or if
-        gradients are off until the next forward pass."""
-        self.of_all(frame, "a weight")
-        parameter.all_gather()
-        self.lent[id(parameter)] = parameter, torch.is_grad_enabled()
-        parameter.is_external_param = True  # DeepSpeed does not release those after a module's passes
-
-    def give_back(self, all_of_them: bool = True) -> None:
-        """Releases lent parameters, with what was written into them."""
-        for key, (parameter, with_gradients) in list(self.lent.items()):
-            if all_of_them or not with_gradients:
-                parameter.is_external_param = False
-                del self.lent[key]
-                if parameter.ds_status.name == "AVAILABLE":
-                    engine.write_shards([parameter])
-                    if not parameter.ds_persist:
-                        parameter.partition()
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """The engine's own use of its parameters."""
+        before, self.at_work = self.at_work, True
+        try:
+            yield
+        finally:
+            self.at_work = before
 
     def take_weights(self) -> None:
         """Makes the masters what the script sees, see `engine.take_weights`."""
@@ -214,17 +182,16 @@ class Held:
 
     # ---- gradients ----
 
-    def before_backward(self) -> None:
-        """What the script has written to `.grad` goes into the engine's gradients, to which this pass adds."""
-        if self.gradients:
-            guard.refuse_gradients_in_two_places(engine.offloads_gradients(self.zero))
-        self.take_gradients()
-        self.gradients.clear()
+    def drop_gradient(self, parameter: Partitioned) -> None:
+        guard.refuse_between_passes(self.whole)
+        engine.drop_gradient(self.zero, parameter)
+        self.reached.discard(id(parameter))
 
     def drop_gradients(self) -> None:
         """Gives up the gradients since the last update."""
         if self.begun:
-            engine.drop_gradients(self.zero)
+            with self.working():
+                engine.drop_gradients(self.zero)
             self.updated()
 
     def after_backward(self, whole: bool) -> None:
@@ -233,41 +200,23 @@ class Held:
         if not self.begun and engine.stage(self.zero) == 3:
             for parameter in self.parameters:
                 if self.has(parameter) and id(parameter) not in self.reached and parameter.requires_grad:
-                    engine.set_gradient(self.zero, parameter, None)
+                    engine.drop_gradient(self.zero, parameter)
         self.begun, self.whole = True, whole
-
-    def gradient(self, parameter: Partitioned, frame: FrameType) -> torch.Tensor | None:
-        """The averaged gradient in fp32, whole; None if there is none."""
-        self.need_whole()
-        if id(parameter) not in self.gradients:
-            if id(parameter) not in self.reached:
-                return None
-            self.of_all(frame, "a gradient")
-            self.gradients[id(parameter)] = parameter, engine.whole_gradient(self.zero, parameter)
-        return self.gradients[id(parameter)][1]
-
-    def set_gradient(self, parameter: Partitioned, value: torch.Tensor | None, frame: FrameType) -> None:
-        self.need_whole()
-        self.gradients[id(parameter)] = parameter, value
-
-    def need_whole(self) -> None:
-        if not self.whole:
-            raise Refused(
-                "the script uses .grad between the micro-batches of a step, but under ZeRO gradients are not averaged "
-                "yet: use it if accelerator.sync_gradients, or use a ddp config"
-            )
-
-    def take_gradients(self) -> None:
-        """Gives the engine the gradients that the script may have changed."""
-        for key, (parameter, gradient) in self.gradients.items():
-            engine.set_gradient(self.zero, parameter, gradient)
-            self.reached.discard(key) if gradient is None else self.reached.add(key)
 
     def updated(self) -> None:
         """Called after each update."""
         self.begun = self.whole = False
-        self.gradients.clear()
         self.reached.clear()
+
+
+def gradient(reference: "weakref.ref[Partitioned]") -> torch.Tensor | None:
+    """The averaged gradient of a parameter in fp32, whole; None if there is none. Every process calls it."""
+    parameter: Partitioned = reference()
+    held = parameter.held()
+    if id(parameter) not in held.reached:
+        return None
+    guard.refuse_between_passes(held.whole)
+    return engine.whole_gradient(held.zero, parameter)
 
 
 def released_after(

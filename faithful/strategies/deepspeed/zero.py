@@ -40,6 +40,7 @@ from faithful.strategies.base import (
     buffers_by_place,
     compute_in_autocast,
     needs_whole_model,
+    persistent_buffers,
     refuse_other_model,
 )
 from faithful.strategies.deepspeed import dummies
@@ -107,6 +108,7 @@ class ZeRO(GradientsElsewhere, Strategy):
 
         quiet()
         leave_precision_to_the_config()
+        leave_gradients_to_the_engine()
         plugin = DeepSpeedPlugin(gradient_clipping=self.plan.clip or 0.0)  # `clip_grad_norm_` sets it
         # With this reference transformers builds its models partitioned and in 16 bit under stage 3, whatever
         # zero3_init_flag says: with other initial weights than the other strategies, and another dtype when offloaded.
@@ -211,14 +213,12 @@ class ZeRO(GradientsElsewhere, Strategy):
         clip_as_configured(zero)
         zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
         with_checkpoints_of_its_own(engine, held)
-        engine.module.register_forward_pre_hook(lambda *_: held.give_back(all_of_them=False), prepend=True)
         engine.module.register_forward_hook(self._once_differentiable)
 
         def backward(loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-            held.before_backward()
             engine.set_gradient_accumulation_boundary(sync_gradients)
             self._in_backward = True
-            with added_up(zero):
+            with held.working(), added_up(zero):
                 engine.backward(loss, **kwargs)
             self._in_backward = False
             held.after_backward(sync_gradients)
@@ -232,7 +232,8 @@ class ZeRO(GradientsElsewhere, Strategy):
                 raise Refused("DeepSpeed calls no closure of optimizer.step: use a ddp or fsdp config")
             if accelerator.sync_gradients:
                 accelerator.before_update(optimizer)
-                engine.step()
+                with held.working():
+                    engine.step()
                 held.updated()
                 clip_as_configured(zero)  # not as in this step's call of clip_grad_norm_
                 accelerator.after_update(optimizer)
@@ -240,7 +241,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         accelerator.deepspeed_engine_wrapped.backward = backward  # pyrefly: ignore[missing-attribute]
         if stage(zero) > 1:  # Accelerate calls it in stage 1 only
             engine.no_sync = refuse_no_sync
-        engine.zero_grad = held.drop_gradients
+        engine.zero_grad = engine.module.zero_grad = lambda set_to_none=True: held.drop_gradients()
         optimizer.zero_grad = MethodType(zero_grad, optimizer)
         optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
         if zero.dtype == torch.float16:
@@ -264,10 +265,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 leaf.register_hook(seen)
 
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        held = zero_of(optimizer).held
-        held.take_gradients()
-        held.give_back()
-        held.take_weights()
+        zero_of(optimizer).held.take_weights()
 
     def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
         held = zero_of(optimizer).held
@@ -308,7 +306,6 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         zero = zero_of(optimizer)
-        zero.held.take_gradients()
         return gradient_norm(zero)
 
     def schedulers(self, prepared: list["AcceleratedScheduler"]) -> list["AcceleratedScheduler"]:
@@ -342,7 +339,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         # group, in `.grad` of the 16-bit parameters, or in `.grad` of the flat masters.
         lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
         kept = [tensor for tensors in lists for tensor in tensors if tensor is not None]
-        kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
+        with zero.held.working():
+            kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
         kept += [flat.grad for flat in masters(zero) if flat.grad is not None]
         return kept
 
@@ -365,8 +363,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 length = fragment(zero, parameter, masters(zero)).numel()
                 # pyrefly: ignore[missing-attribute]
                 yield Shard("weight", name, None, parameter.ds_tensor.narrow(0, 0, length))
-            # A parameter that stage 3 has released is an empty tensor.
-            if stage(zero) == 3 and parameter.numel():
+            if stage(zero) == 3 and parameter.ds_status.name == "AVAILABLE":  # pyrefly: ignore[missing-attribute]
                 yield Shard("gathered", name, None, parameter)
             if zero.held.has(parameter):
                 yield Shard("master", name, None, fragment(zero, parameter, masters(zero)))
@@ -431,9 +428,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             dtype = torch.float32 if held.has(parameter) else parameter.dtype
             like = torch.empty(shape(parameter), dtype=dtype, device="meta")
             pieces[name] = like, functools.partial(whole, parameter)
-        buffers = engine.module.state_dict().keys() - pieces.keys()
-        kept = {name: buffer for name, buffer in engine.module.named_buffers() if name in buffers}
-        return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept.items()}
+        kept = persistent_buffers(engine.module)
+        return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept}
 
     def explain(self, error: str) -> Refused | None:
         if self._passed_outside and error in ("list index out of range", "unknown parameter type"):  # DeepSpeed's
@@ -515,6 +511,13 @@ def leave_precision_to_the_config() -> None:
             compares(self, key, *args, **kwargs)
 
     patches.replace("transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match", fill_match)
+
+
+def leave_gradients_to_the_engine() -> None:
+    """Stops transformers' Trainer from looking for DTensors among the gradients before it clips."""
+    trainer = sys.modules.get("transformers.trainer")
+    if hasattr(getattr(trainer, "Trainer", None), "_has_mixed_mesh_grads"):  # in newer releases
+        patches.replace("transformers.trainer:Trainer._has_mixed_mesh_grads", lambda self, model: False)
 
 
 def quiet() -> None:
