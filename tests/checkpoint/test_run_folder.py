@@ -5,11 +5,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import metrics, train
+from conftest import ROOT, metrics, train
 from loop import loop
 
 from faithful import arguments
@@ -211,6 +212,17 @@ def test_a_working_folder_that_was_removed_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         os.getcwd()
     assert isinstance(process.as_refusal(error.value, made), Gone)
+
+
+@pytest.mark.parametrize("words", ["single_fp32 vit --max_steps 1", "export /nowhere", "predict /nowhere", "demo",
+                                   "estimate single_fp32 -- vit", "compare single_fp32 -- vit"])  # fmt: skip
+def test_no_command_begins_in_a_working_folder_that_was_removed(tmp_path, words):
+    """torch cannot be imported there: MKL does not find its libraries."""
+    code = 'cd "$1" && rmdir "$1" && exec "$2/launch.sh" $3'
+    done = subprocess.run(["bash", "-c", code, "bash", tmp_path, ROOT, words], capture_output=True, text=True)
+    *of_bash, said = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout and all("getcwd" in line for line in of_bash), done.stderr
+    assert said == "error: the working folder was removed: go into one that is there, and start again"
 
 
 @pytest.mark.parametrize("counter", [(1 << 40) + 1, 2**63 - 1])
