@@ -17,6 +17,8 @@ from test_two_disks import QUICK, trained
 from faithful.checkpoint import checkpoints
 from faithful.errors import Refused
 from faithful.launch import launcher
+from shared import args
+from tools import export, show
 
 pytestmark = pytest.mark.skipif(not faulty_io.may_mount(), reason="a disk for each process needs the right to mount")
 FSDP = QUICK | faulty_io.FSDP
@@ -286,3 +288,34 @@ def test_what_is_there_of_another_run_is_not_lost(tmp_path, case):
     assert before and all(content in now for content in before), text
     rows = [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert rows == [*range(rows[0], step + 2)] and json.loads((place / "run.json").read_text())["run"], text
+
+
+def test_tools_read_a_folder_that_is_being_written(tmp_path):
+    """Each in a result or a line, and training goes on as if none had looked."""
+
+    def writes_or_reads(rank):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name)
+        if not rank:
+            script = Script(tmp_path / "run", resume=False)
+            script.accelerator.project_configuration.total_limit = 1
+            for _ in range(40):
+                script.step()
+                script.save()
+            script.accelerator.end_training()
+            (tmp_path / "ended").touch()
+            return script.accelerator.record.failed_saves
+        said = set()
+        while not (tmp_path / "ended").exists():
+            for use, *words in ((export.export, tmp_path / "run", tmp_path / "out"), (show.text, tmp_path / "run")):
+                try:
+                    said.add(use.__name__ if use(*words) else "nothing")
+                except (Refused, args.Refused) as problem:
+                    said.add("refused" if len(str(problem).splitlines()) == 1 else str(problem))
+        return sorted(said)
+
+    [failed, said], codes, text = forked(writes_or_reads, tmp_path / "log", 2, QUICK)
+    assert codes == [0, 0] and failed == 0 and "warning" not in text, text[-3000:]
+    assert {"export", "text"} <= {*said} <= {"export", "text", "refused"}
+    assert checkpoints.unsound(tmp_path / "run" / "checkpoint-40") is None
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-40", "metrics.jsonl", "run.json"]
