@@ -41,7 +41,7 @@ STAGED = ".checkpoint.tmp"  # in a folder that existed before
 FORMAT = 4  # of trainer_state.json
 RANKS_FILE = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
 MARK = re.compile(r"\.[0-9a-f]{32}|rank\d+\.safetensors\.tmp")  # what else is in a folder that is not complete
-MOST = 1_000_000  # processes
+MOST, MOST_FILES = 1_000_000, 100_000  # processes; files of a checkpoint on a disk, each of which is looked at
 # What trainer_state.json must hold: for the order of checkpoints, for the number of files, and to be loaded.
 AGE = {"counter": readers.count(0, 1 << 40), "run?": str, "save?": str}  # the last two: see `identity`
 PLAN = {
@@ -75,6 +75,8 @@ def manifest_of(folder: Path) -> dict[str, Entry]:
     there. Raises OSError, and ValueError if it is damaged."""
     file = folder / MANIFEST
     manifest = readers.of_kind(file, readers.value_of(file), {str: ENTRY})
+    if len(manifest) > MOST_FILES:
+        raise readers.Damaged(f"{file} names more than {MOST_FILES:,} files")
     for name in manifest:
         names.inside(folder, name)
     return manifest

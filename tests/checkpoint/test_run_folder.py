@@ -157,6 +157,30 @@ def test_a_file_of_very_many_values_is_refused_before_they_are_made(tmp_path, mo
         readers.value_of(many)
 
 
+def header(text):
+    return len(text).to_bytes(8, "little") + text
+
+
+TENSOR = b'"%d":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}'
+LARGE = {  # {what is too large: (the file, its content, what is said)}
+    "a header": ("rank0.safetensors", lambda: header(b"{}" + b" " * readers.LARGEST), "is larger than 32 MiB"),
+    "a header of many tensors": ("rank0.safetensors", lambda: header(
+        b"{" + b",".join(TENSOR % (number, b"0") for number in range(240_000)) + b"}"), "holds more than 1,500,000"),
+    "a header of many dimensions": ("rank0.safetensors", lambda: header(
+        b"{" + b",".join(TENSOR % (number, b"0" + b",0" * 500) for number in range(4_000)) + b"}"), "holds more than"),
+    "a manifest": ("manifest.json", lambda: b"{" + b",".join(
+        b'"%d":{"bytes":1,"xxh3_128":"x"}' % number for number in range(100_001)) + b"}", "more than 100,000 files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_what_takes_too_long_to_read_is_refused_at_once(tmp_path, case):
+    name, content, said = LARGE[case]
+    (tmp_path / name).write_bytes(content())
+    with pytest.raises((Refused, readers.Damaged), match=said):
+        checkpoints.tensors_of(tmp_path, 0) if name.endswith("safetensors") else checkpoints.manifest_of(tmp_path)
+
+
 def test_rows_that_are_too_many_or_too_long_are_not_read(tmp_path):
     many = tmp_path / "metrics.jsonl"
     many.write_bytes(b"\n{}" * (readers.MOST_ROWS + 1))
