@@ -37,8 +37,10 @@ FAMILIES = {  # name: what pytest is given
                             "unsound or forged or damaged or no_run_writes or not_the_model_s or no_byte"],
     "damaged rows and records": ["tests/checkpoint/test_strangers.py", "-k", "torn or history or record"],
     "configs and options": ["tests/recipes/test_fuzz_inputs.py"],
-    "data and files": ["tests/recipes/test_fuzz_files.py", "tests/recipes/test_data_errors.py",
-                       "tests/checkpoint/test_own_disks.py::test_data_that_differ_between_machines_are_refused"],
+    "data and files": ["tests/recipes/test_fuzz_files.py"],
+    "data of strangers, and of two machines": [
+        "tests/recipes/test_data_errors.py",
+        "tests/checkpoint/test_own_disks.py::test_data_that_differ_between_machines_are_refused"],
     "numbers of options and keys": ["tests/config/test_ranges.py"],
     "what reaches a terminal": ["tests/launch/test_printing.py"],
     "pages": ["tests/tools/test_page.py", "tests/tools/test_show.py"],
