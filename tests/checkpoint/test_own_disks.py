@@ -220,9 +220,7 @@ DATA = {  # {what machine 1 has: (recipe, name of the file, what machine 0 has t
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if at else case for at, case in enumerate(DATA)]
-)
+@pytest.mark.parametrize("case", DATA)
 def test_data_that_differ_between_machines_are_refused(tmp_path, case):
     recipe, name, *have, said = DATA[case]
     for rank, content in enumerate(have):
