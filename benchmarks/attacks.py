@@ -38,11 +38,15 @@ FAMILIES = {  # name: what pytest is given
     "damaged rows and records": ["tests/checkpoint/test_strangers.py", "-k", "torn or history or record"],
     "configs and options": ["tests/recipes/test_fuzz_inputs.py"],
     "data and files": ["tests/recipes/test_fuzz_files.py"],
+    "data of strangers, and of two machines": [
+        "tests/recipes/test_data_errors.py",
+        "tests/checkpoint/test_own_disks.py::test_data_that_differ_between_machines_are_refused"],
     "numbers of options and keys": ["tests/config/test_ranges.py"],
     "what reaches a terminal": ["tests/launch/test_printing.py"],
     "pages": ["tests/tools/test_page.py", "tests/tools/test_show.py"],
     "two runs in a folder": ["tests/checkpoint/test_run_folder.py"],
     "two machines' disks that differ": ["tests/checkpoint/test_two_disks.py", "tests/checkpoint/test_own_disks.py"],
+    "folders elsewhere, and of other runs": ["tests/checkpoint/test_other_places.py"],
 }  # fmt: skip
 DISKS = "saves of two machines"  # one is killed, or its disk is full, at every file operation
 STEPS = ["--model", "vit_nano", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0", "--logging_steps", "1"]
@@ -377,7 +381,7 @@ def counted(rows):
 
 def family(name, words):
     """The row of one family: its tests are run, and counted. None if there are no such tests."""
-    files = [word for word in words if word.endswith(".py")]
+    files = [word.partition("::")[0] for word in words if ".py" in word]
     if not all((ROOT / file).is_file() for file in files):
         print(f"{name}: there is no {', '.join(files)}, left out")
         return None

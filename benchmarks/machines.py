@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 import psutil
-from harness import ROOT, arguments, command, made, save
+from harness import ROOT, arguments, command, made, origin, save
 
 LIMIT, STEPS = 120, 80
 ADDRESS = "10.79.0.1"
@@ -161,8 +161,9 @@ def measure(by, case, folder):
     with Machines(folder, HOSTS) as machines:
         disks = before(machines, by, case, folder) if "disk" in what else [None, None]
         there = complete(disks)
+        steps = STEPS // 2 if "other" in what else STEPS  # goes on from step 30: a schedule of other steps is refused
         for machine in comes:
-            start(machines, by, case, machine, folder, disks[machine])
+            start(machines, by, case, machine, folder, disks[machine], steps=steps)
         began = time.monotonic()
         if case in SHARED:
             until_step(folder / "run", 25)
@@ -273,15 +274,18 @@ def main(argv):
     nothing = {"rows": [], "command": ""}
     before = nothing if args.by == LAUNCHERS and args.cases == [*CASES] else made(file, **nothing)
     kept, commands = before["rows"], " && ".join(filter(None, [before["command"], command()]))
+    origins = ("date", "device", "versions")
+    old = {key: before[key] for key in origins if key in before}
+    here = {key: value for key, value in origin(("accelerate",)).items() if key in origins} if old else {}
     for by in args.by:
         for case in args.cases:
             if case == "strategy" and by != "./launch.sh":
                 continue  # plain Accelerate has no FSDP without a GPU
             folder = Path(tempfile.mkdtemp())
-            row = measure(by, case, folder)
+            row = measure(by, case, folder) | here  # of the rows that are there the file has it once
             print(json.dumps(row), flush=True)
             kept = [other for other in kept if (other["launcher"], other["case"]) != (by, case)] + [row]
-            save(file, {"command": commands, "limit_seconds": LIMIT, "rows": kept}, ("accelerate",))
+            save(file, old | {"command": commands, "limit_seconds": LIMIT, "rows": kept}, ("accelerate",))
             shutil.rmtree(folder, ignore_errors=True)
 
 

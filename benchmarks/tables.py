@@ -270,7 +270,9 @@ def machines(figures):
     launchers = list(dict.fromkeys(row["launcher"] for row in figures["rows"]))
     cells = {(row["case"], row["launcher"]): two_machines(row) for row in figures["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in figures["rows"]))
-    rows = [[case_of(case), *(cells.get((case, by), "has no FSDP on a CPU") for by in launchers)] for case in cases]
+    later = {row["case"]: f" ({row['date']}, {row['device']})" for row in figures["rows"] if "date" in row}
+    of = lambda case: [cells.get((case, by), "has no FSDP on a CPU") for by in launchers]  # noqa: E731
+    rows = [[case_of(case) + later.get(case, ""), *of(case)] for case in cases]
     heads = ["what differs or happens", *("accelerate launch" if by == "accelerate" else by for by in launchers)]
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 

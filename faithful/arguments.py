@@ -27,9 +27,8 @@ from accelerate.utils import (
 from faithful import backends, strategies
 from faithful.config import settings
 from faithful.disk.names import short
-from faithful.errors import Gone, Refused
+from faithful.errors import Gone, Refused, working_folder_is_gone
 from faithful.evidence.record import Record, default_folder
-from faithful.launch import process
 from faithful.plan import Plan, resolve, says_precision, timeout
 
 NEEDLESS = {  # arguments of Accelerate's methods that have nothing to do here: why
@@ -173,7 +172,7 @@ def project(
 
 def refuse_impossible(folder: str | Path) -> None:
     """Raises Refused if nothing can ever be in this folder, or if there is no working folder."""
-    if process.working_folder_is_gone():
+    if working_folder_is_gone():
         raise Gone
     try:
         os.stat(os.path.join(folder, "a" * 100))

@@ -1,5 +1,7 @@
 """Errors that end a run. Each is printed as one line, without a traceback."""
 
+import os
+
 
 class Refused(Exception):
     """Config, script and machine do not fit together. The message says what was asked, what is there, what to do."""
@@ -50,6 +52,14 @@ class Gone(Refused):
 
     def __init__(self) -> None:
         super().__init__("the working folder was removed: go into one that is there, and start again")
+
+
+def working_folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 class NoValues(Refused):

@@ -23,6 +23,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import faithful  # noqa: E402
+from faithful.errors import Gone, working_folder_is_gone  # noqa: E402
 from faithful.launch import printing  # noqa: E402
 from shared import args  # noqa: E402
 from shared.args import Refused  # noqa: E402
@@ -139,6 +140,8 @@ def run(words: list[str]) -> None:
         raise Refused(
             f"{command} needs Linux, here {', '.join(('ls', 'path', 'completion', '--version'))} work: use WSL"
         )
+    elif working_folder_is_gone():  # there torch cannot be imported
+        raise Refused(str(Gone()))
     elif command in TOOLS:
         need_packages(words, recipes=command in DRAW)
         try:

@@ -16,6 +16,7 @@ It writes diagnose.json and diagnose.html into the folder that it prints.
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -307,8 +308,8 @@ def main(argv: list[str]) -> int:
     if args.pairs < 2:
         raise Refused(f"--pairs {args.pairs}: 2 or more")
     out = args.output or find.RUNS / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (out / "watched.json").exists():
-        raise Refused(f"{out} holds a diagnosis already: choose another --output")
+    if there := next((name for name in ("watched.json", "run") if os.path.lexists(out / name)), None):
+        raise Refused(f"{out} holds {there}, of a diagnosis or somebody's: choose another --output")
     if (Path(args.config) / "run.json").is_file() and not words:
         name, stored, words = of_run(Path(args.config))
         cli.make_folder(out)

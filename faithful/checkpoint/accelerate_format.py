@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import load_file, load_model
 from torch import nn
 
+from faithful.disk.tensor_files import check_header
 from faithful.errors import Refused
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def load(strategy: "Strategy", codes: bool, models: list[nn.Module], folder: Pat
             f"only before accelerator.prepare: {how}"
         )
     for model, file in zip(models, files, strict=True):
+        check_header(file)
         into(model, file, strategy.replicates)
     return (
         f"{folder} was written by Accelerate: its weights are loaded. Not read, because they are pickles: "

@@ -41,7 +41,7 @@ STAGED = ".checkpoint.tmp"  # in a folder that existed before
 FORMAT = 4  # of trainer_state.json
 RANKS_FILE = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
 MARK = re.compile(r"\.[0-9a-f]{32}|rank\d+\.safetensors\.tmp")  # what else is in a folder that is not complete
-MOST = 1_000_000  # processes
+MOST, MOST_FILES = 1_000_000, 100_000  # processes; files of a checkpoint on a disk, each of which is looked at
 # What trainer_state.json must hold: for the order of checkpoints, for the number of files, and to be loaded.
 AGE = {"counter": readers.count(0, 1 << 40), "run?": str, "save?": str}  # the last two: see `identity`
 PLAN = {
@@ -75,6 +75,8 @@ def manifest_of(folder: Path) -> dict[str, Entry]:
     there. Raises OSError, and ValueError if it is damaged."""
     file = folder / MANIFEST
     manifest = readers.of_kind(file, readers.value_of(file), {str: ENTRY})
+    if len(manifest) > MOST_FILES:
+        raise readers.Damaged(f"{file} names more than {MOST_FILES:,} files")
     for name in manifest:
         names.inside(folder, name)
     return manifest
@@ -93,7 +95,8 @@ class Save:
 
     keep: number of complete checkpoints to keep, with the new one, which is written before older ones are deleted; None
     keeps all. best: the path of one that is kept whatever its age, or None. run: the id of the run, whose checkpoints
-    alone are deleted. After an error on any rank (a full disk, say) the earlier checkpoints are still there.
+    alone are deleted. barred: why nothing may be written on this disk, or None. After an error on any rank (a full
+    disk, say) the earlier checkpoints are still there.
 
     Where a machine does not see the main process's disk, the folder of the same name on its own disk is a checkpoint
     too, with the files of its processes. `keeper` is the rank that makes and completes the folder on this rank's disk.
@@ -104,16 +107,23 @@ class Save:
     step: int | None  # of the run; None if the main process alone saves
 
     def __init__(
-        self, folder: Path, alone: bool, keep: int | None = None, best: Path | str | None = None, run: str = ""
+        self,
+        folder: Path,
+        alone: bool,
+        keep: int | None = None,
+        best: Path | str | None = None,
+        run: str = "",
+        barred: str | None = None,
     ) -> None:
         process = PartialState()
         self.identity = {"run": run, "save": uuid.uuid4().hex}
         self.rank, self.main, self.alone = process.process_index, process.is_main_process, alone
-        self.keep, self.error, self.thread, self.keeper = keep, None, None, 0
+        self.keep, self.error, self.thread, self.keeper, self.barred = keep, None, None, 0, barred
         self.best = best and Path(best).resolve()
-        linked = number(folder) is not None and folder.is_symlink()  # in the folder of a stranger's run
-        folder = folder if linked else folder.resolve()
-        existed, self.count = folder.exists(), None
+        linked = number(folder) is not None and os.path.islink(folder)  # in the folder of a stranger's run
+        # On another machine's disk a folder above may be no symlink, or lead elsewhere.
+        folder = folder.resolve() if os.path.islink(folder) and not linked else folder.absolute()
+        existed, self.count = os.path.exists(folder), None
         if not self.alone:  # a script may give each process a temporary folder of its own: the main process's is used
             folder, existed, linked = broadcast_object_list([folder, existed, linked])
         if linked:
@@ -138,6 +148,8 @@ class Save:
     def make_folder(self) -> None:
         if number(self.folder) is not None and self.folder.is_symlink():  # on a disk that the main process does not see
             raise OSError(f"{self.folder} is a symlink, which leads out of its folder, on {socket.gethostname()}")
+        if self.barred:
+            raise OSError(self.barred)
         self.count = next_count(self.folder.parent)
         settle(self.folder)
         refuse_others(self.folder)
@@ -200,8 +212,9 @@ class Save:
                 others = [path for path in list_checkpoints(self.folder.parent) if path != self.folder]
                 others = [path for path in others if not path.is_symlink()]
                 told = {path: of for path in others if (of := identity(path)) and of["run"] == run}
-        known = sorted(told, key=lambda path: (path != self.best, -told[path]["counter"]))
-        return [(path.name, told[path]) for path in known[max((self.keep or 0) - 1, int(self.best in known)) :]]
+        best = next((path for path in told if path.resolve() == self.best), None)
+        known = sorted(told, key=lambda path: (path != best, -told[path]["counter"]))
+        return [(path.name, told[path]) for path in known[max((self.keep or 0) - 1, int(best is not None)) :]]
 
     def attempt(self, action: Callable[..., None], *values: Any) -> None:
         try:
@@ -491,16 +504,18 @@ def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
     in output_dir, or None if no machine has one. It may be one of Accelerate's. Raises Refused if `wanted` is damaged,
     or every one in output_dir that was complete once, or if the machines' disks have different ones."""
     process, damaged = PartialState(), None  # the newest one, and why
+    given = Path(output_dir if wanted is None else wanted)
+    wanted, output_dir = None if wanted is None else given.absolute(), Path(output_dir).absolute()
     folders = candidates(output_dir) if wanted is None and process.is_main_process else []
-    [wanted, output_dir, folders] = broadcast_object_list([wanted, output_dir, folders])
+    [wanted, output_dir, folders] = broadcast_object_list([wanted, output_dir, folders])  # as the main process names it
     if wanted is None and process.is_local_main_process and not process.is_main_process:
         with contextlib.suppress(OSError):
             folders = folders + candidates(output_dir)  # what is on the disk of this machine
-    listed = [folders] if wanted is None else [[Path(wanted)]]
+    listed = [folders] if wanted is None else [[wanted]]
     for folder in dict.fromkeys(folder for each in gather_object(listed) for folder in each):
         settle_together(folder)
         here = process.process_index, process.num_processes
-        reason = None if is_accelerates(folder) else unsound(folder, *here)
+        reason, shown = None if is_accelerates(folder) else unsound(folder, *here), as_given(folder, given)
         launcher.wait_for_all("verify the checkpoint")
         if reason and process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
             reason += f" on {socket.gethostname()}"
@@ -510,18 +525,23 @@ def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
             f"{host} has another one of that name than {told[0][3]}" for *_, one, host in told if one != told[0][2]
         ]
         if not reasons:
-            return folder
+            return shown
         if wanted is not None:
             raise Refused(
-                f"the checkpoint {folder} cannot be resumed: {reasons[0]}. Take another one, or none: "
+                f"the checkpoint {shown} cannot be resumed: {reasons[0]}. Take another one, or none: "
                 "then the newest complete one of the project folder is loaded"
             )
         if any(complete for _, complete, *_ in told):  # the others were never complete, as after a kill
-            damaged = damaged or f"{folder}: {reasons[0]}"
-        process.print(f"skipping {folder}: {reasons[0]}")
+            damaged = damaged or f"{shown}: {reasons[0]}"
+        process.print(f"skipping {shown}: {reasons[0]}")
     if damaged:
         raise Refused(f"no checkpoint can be resumed, {damaged}: move it elsewhere to start at step 0")
     return None
+
+
+def as_given(folder: Path, given: Path) -> Path:
+    """`folder` as the script names it, which has given it or its parent, if that is the same here."""
+    return next((path for path in (given, given / folder.name) if path.absolute() == folder), folder)
 
 
 def is_accelerates(folder: Path) -> bool:
@@ -562,4 +582,7 @@ def cuts_of(file: Path) -> dict[str, int | None]:
 
 def tensors_of(folder: Path, rank: int, prefix: str = "") -> tensor_files.TensorFile:
     """The tensors in one rank's file whose names begin with `prefix`."""
-    return tensor_files.TensorFile(names.inside(folder, f"rank{rank}.safetensors"), prefix)
+    file = names.inside(folder, f"rank{rank}.safetensors")
+    if not file.exists():
+        raise Refused(f"{file} is missing: copy it from the disk of the machine that wrote it")
+    return tensor_files.TensorFile(file, prefix)

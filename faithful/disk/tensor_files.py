@@ -14,6 +14,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
+from faithful.disk import readers
 from faithful.disk.names import opened, printable
 from faithful.errors import Refused
 
@@ -74,13 +75,23 @@ def dtypes(file: "TensorFile", prefix: str) -> dict[str, str]:
     return {name: kinds.get(kind, kind) for name, kind in found.items()}
 
 
+def check_header(path: Path | str) -> None:
+    """Raises OSError for what is no regular file, which would be waited for, and for a header that is too large."""
+    with os.fdopen(opened(path), "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > readers.LARGEST:
+            raise OSError(f"its header is larger than {readers.LARGEST >> 20} MiB")
+        if readers.values_in(file.read(size)) > readers.MOST:
+            raise OSError(f"its header holds more than {readers.MOST:,} values")
+
+
 class TensorFile(Mapping[str, torch.Tensor]):
     """The tensors of a file whose names begin with `prefix`, {name without it: tensor}. A tensor is read when it is
     asked for, and may be a view of the file: copy what is to be kept. Raises Refused if the file cannot be read."""
 
     def __init__(self, path: Path | str, prefix: str = "") -> None:
         try:
-            os.close(opened(path))  # a pipe would be waited for
+            check_header(path)
             self.file = safe_open(path, "pt")
         except (OSError, RuntimeError, SafetensorError) as error:  # torch, which maps the file, raises RuntimeError
             why = printable(str(error)[:200])

@@ -53,7 +53,6 @@ class Record:
     def __init__(self, plan: Plan, project: str | Path, folder: str | Path, main: bool) -> None:
         self.plan, self.project, self.main = plan, Path(project).absolute(), main
         self.own = RunFolder(Path(folder), main)
-        self.folder = self.own.path
         self.script, self.started = Path(sys.argv[0]).stem, now()
         self.file = Path(sys.argv[0]).absolute()
         self.code = code_and_machine(plan, self.file) if main else {}  # now: the code may go on while the run lasts
@@ -69,6 +68,10 @@ class Record:
         self.utilization: list[float] = []
         self.early: list[str] = []  # rows that were logged before the record was opened
         self.said: set[str] = set()  # kinds of notes that are given once
+
+    @property
+    def folder(self) -> Path:
+        return self.own.path
 
     @property
     def metrics_file(self) -> Path:
@@ -142,14 +145,15 @@ class Record:
         evaluated since. Returns whether it is that run's record."""
         path = self.folder / "run.json"
         seen = {"loss_curve": [[readers.number]], "last_step?": readers.number}
-        form = {"recipe": str, "seen": seen, "final": (None, {"step": readers.number})}
+        form = {"recipe": str, "seen": seen, "final": (None, {"step": readers.number}), "run?": str}
         try:
             before = readers.of_kind(path, readers.value_of(path), form)
         except (OSError, ValueError, RecursionError):
             return False
         curve = dict(point for point in before["seen"]["loss_curve"] if len(point) == 2)
         reached = max((before["final"] or {"step": 0})["step"], before["seen"].get("last_step", 0), *curve)
-        if self.resumed_at is None or self.resumed_at < reached or before["recipe"] != self.script:
+        which = before["recipe"], before.get("run", self.own.run)
+        if self.resumed_at is None or self.resumed_at < reached or which != (self.script, self.own.run):
             return False
         with self.writing("metrics.jsonl"):
             self.begin_metrics(self.resumed_at)
@@ -172,6 +176,8 @@ class Record:
 
     def begin_metrics(self, step: int) -> None:
         """Keeps the rows of metrics.jsonl up to `step`, and adds those that were logged before the record was open."""
+        if self.own.kept:
+            return
         damaged = 0
         with replaced(self.metrics_file) as temporary, temporary.open("w", encoding="utf-8") as file:
             for line, row in readers.rows_of(self.metrics_file):
@@ -204,10 +210,10 @@ class Record:
         at = next(number for number in steps if isinstance(number, int | float))
         again = {"last_step": self.seen["last_step"]} if taken == self.loaded else {}  # of the model that was loaded
         line = json.dumps({"step": at} | row | {"step": at} | again)
-        if self.opened:
+        if self.opened and not self.own.kept:
             with self.writing("metrics.jsonl"):
                 append(self.metrics_file, line)
-        else:
+        elif not self.opened:
             self.early.append(line)
         utilization = machine.gpu_utilization(device)
         self.utilization += [utilization] if utilization is not None else []
@@ -224,6 +230,8 @@ class Record:
     def write(
         self, steps: "Steps", evidence: list[dict[str, Any]], memory: int | None, finished: str | None = None
     ) -> None:
+        if self.own.kept:
+            return
         line, file = plan.launch_line()
         text = file.read_text() if file and file.exists() else None
         median = statistics.median(steps.times) if steps.times else None
@@ -231,6 +239,7 @@ class Record:
         samples = self.seen["samples_per_step"]
         record = {
             "schema_version": 3,
+            "run": self.own.run,
             "recipe": self.script,
             "command": " ".join(secrets.hidden_in_words(line or [sys.executable, *sys.argv])),
             "args": self.arguments,

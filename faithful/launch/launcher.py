@@ -170,10 +170,11 @@ def saving_may_outlive_launcher() -> Iterator[None]:
         set_alarm(writing=False)
 
 
-def lock_folder(folder: Path) -> int | None:
+def lock_folder(folder: Path, mark: Path | None = None) -> int | None:
     """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
     Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock
-    until it is closed, or None on a file system without locks."""
+    until it is closed, or None on a file system without locks. mark: a file by which another machine of this run, which
+    has the lock, is known."""
     # The kernel releases the lock when no process has the descriptor open any more, also after SIGKILL.
     try:
         descriptor, end = os.open(folder, os.O_RDONLY), None
@@ -184,6 +185,9 @@ def lock_folder(folder: Path) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
         except BlockingIOError:
+            if mark and mark.name in os.listdir(folder):
+                several = f"{folder} is on a disk that several machines see, but not the main process's"
+                raise Refused(f"{several}: let all machines see one disk, or each its own") from None
             if end is None:
                 print(f"waiting for the processes of another run to leave {folder}", flush=True)
                 end = time.monotonic() + GRACE + 5

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from faithful.config import settings
-from faithful.errors import Gone, OutOfSharedMemory, Refused
+from faithful.errors import Gone, OutOfSharedMemory, Refused, working_folder_is_gone
 from faithful.launch import deadline, launcher, printing, rank_sync
 
 if TYPE_CHECKING:
@@ -334,14 +334,6 @@ def as_refusal(problem: BaseException | None, run: "Run | None") -> BaseExceptio
     if full := re.search("shared memory.*(No space left|Cannot allocate)|out of shared memory", errors):
         return OutOfSharedMemory(full[1] or full[0])
     return run.explain(str(problem)) or problem
-
-
-def working_folder_is_gone() -> bool:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def outcome(problem: BaseException | None, run: "Run | None") -> tuple[str | None, int]:

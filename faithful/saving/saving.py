@@ -113,7 +113,7 @@ class Checkpoints:
             said = f"warning: {save.folder} could not be written ({save.error}); training goes on"
             PartialState().print(said, flush=True)
         elif save.step is not None:
-            self.newest = save.step, save.folder
+            self.newest = save.step, save.folder.resolve()
 
     def save(
         self, state: RunState, folder: Path, together: bool, hooks: Iterable[Callable[[str], Any]], behind: bool
@@ -124,7 +124,9 @@ class Checkpoints:
         if not together:
             self.record.note("the main process alone calls save_state: the others' random states are in no checkpoint")
         best = getattr(self.project, "best_model_checkpoint", None)  # ours: Accelerate knows of none
-        save = checkpoints.Save(folder, not together, self.project.total_limit, best, self.record.own.run)
+        own = self.record.own
+        barred = own.kept if folder.absolute().parent == own.path else None
+        save = checkpoints.Save(folder, not together, self.project.total_limit, best, own.run, barred)
         save.step, self.going_on = state.steps.taken if together else None, save
         self.project.iteration += 1
         if save.error:
@@ -172,7 +174,7 @@ class Checkpoints:
         if self.project.automatic_checkpoint_naming:
             self.project.iteration = (checkpoints.number(folder) or 0) + 1
         self.newest = state.steps.taken, folder.resolve()
-        self.record.own.run = (checkpoints.identity(folder) or {}).get("run") or self.record.own.run
+        self.record.own.loads((checkpoints.identity(folder) or {}).get("run"))
         process.print(
             f"{'went back to' if state.steps.taken < reached else 'resumed from'} {folder} at step {state.steps.taken}"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import faulty_io
 import pytest
-from conftest import distance, metrics, record, train
+from conftest import Ranks, distance, metrics, record, train
 from loop import loop
 
 from faithful.checkpoint import checkpoints
@@ -202,13 +202,40 @@ def test_all_files_in_one_folder_are_one_checkpoint(disks, tmp_path):
     assert metrics(whole) == metrics(disks / "run" / "0") and distance(whole, disks / "run" / "0") == 0
 
 
-def test_data_that_differ_between_machines_are_refused(tmp_path):
-    def other(rank):
-        from shared import images
+LINES = "".join(f"line {number} of the first machine\n" for number in range(400))
+ROWS = "".join(f'{{"text": "words {number}", "label": "{"ab"[number % 2]}"}}\n' for number in range(64))
+OTHER = "--dataset is not the same everywhere"
+DATA = {  # {what machine 1 has: (recipe, name of the file, what machine 0 has there, what machine 1 has, the line)}
+    "another text of the same length": ("gpt", "text.txt", LINES, LINES.replace("first", "other"), OTHER),
+    "a shorter text": ("gpt", "text.txt", LINES, LINES[: len(LINES) // 2], OTHER),
+    "other labels": ("bert", "rows.jsonl", ROWS, ROWS.replace('"a"', '"c"'), OTHER),
+    "the rows in another order": (
+        "bert", "rows.jsonl", ROWS, "".join(reversed(ROWS.splitlines(keepends=True))), OTHER),
+    "a pipe": ("gpt", "text.txt", LINES, os.mkfifo, "text.txt is not a regular file: take another"),
+    "nothing": ("gpt", "text.txt", LINES, lambda file: None, "text.txt"),
+    "a label nested 100,000 deep": (
+        "bert", "rows.jsonl", ROWS, ROWS + '{"text": "", "label": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+        "holds lists in lists more than 200 deep"),
+    "one class": ("bert", "rows.jsonl", ROWS, ROWS.replace('"b"', '"a"'), "has 1 class: classification needs two"),
+}  # fmt: skip
 
-        images.Images.fingerprint = lambda self: f"{rank}of-machine-{rank}"
 
-    trained("ddp_bf16", tmp_path / "run", tmp_path / "disks", also=other, code=2)
-    said = "refused: --dataset is not the same everywhere: 0of-machine- on node0, 1of-machine- on node1"
-    assert said in (tmp_path / "run.log").read_text()
-    assert not [*tmp_path.glob("disks/*/*")]
+@pytest.mark.parametrize("case", DATA)
+def test_data_that_differ_between_machines_are_refused(tmp_path, case):
+    recipe, name, *have, said = DATA[case]
+    for rank, content in enumerate(have):
+        file = tmp_path / "disks" / str(rank) / name
+        file.parent.mkdir(parents=True)
+        content(file) if callable(content) else file.write_text(content)
+    (tmp_path / "run").mkdir()
+    ranks = Ranks(
+        "ddp_fp32",
+        ["--output_dir", str(tmp_path / "run" / "out"), *map(str, STEPS), "--dataset", str(tmp_path / "run" / name)],
+        name=recipe,
+        env={"TORCHELASTIC_RUN_ID": "none"},  # as under a launcher: who is not the main process waits 20 s for its line
+        before=machine_of_its_own(tmp_path / "run", tmp_path / "disks"),
+    )
+    codes, text = ranks.wait(), ranks.text()
+    assert 2 in codes and 0 not in codes and "Traceback" not in text, (codes, text)
+    assert [line for line in text.splitlines() if line.startswith("refused: ") and said in line], text
+    assert {path.name for path in tmp_path.glob("disks/*/out/*")} <= {"run.json"}  # of a run that has failed

@@ -5,11 +5,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import metrics, train
+from conftest import ROOT, metrics, train
 from loop import loop
 
 from faithful import arguments
@@ -156,6 +157,30 @@ def test_a_file_of_very_many_values_is_refused_before_they_are_made(tmp_path, mo
         readers.value_of(many)
 
 
+def header(text):
+    return len(text).to_bytes(8, "little") + text
+
+
+TENSOR = b'"%d":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}'
+LARGE = {  # {what is too large: (the file, its content, what is said)}
+    "a header": ("rank0.safetensors", lambda: header(b"{}" + b" " * readers.LARGEST), "is larger than 32 MiB"),
+    "a header of many tensors": ("rank0.safetensors", lambda: header(
+        b"{" + b",".join(TENSOR % (number, b"0") for number in range(240_000)) + b"}"), "holds more than 1,500,000"),
+    "a header of many dimensions": ("rank0.safetensors", lambda: header(
+        b"{" + b",".join(TENSOR % (number, b"0" + b",0" * 500) for number in range(4_000)) + b"}"), "holds more than"),
+    "a manifest": ("manifest.json", lambda: b"{" + b",".join(
+        b'"%d":{"bytes":1,"xxh3_128":"x"}' % number for number in range(100_001)) + b"}", "more than 100,000 files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_what_takes_too_long_to_read_is_refused_at_once(tmp_path, case):
+    name, content, said = LARGE[case]
+    (tmp_path / name).write_bytes(content())
+    with pytest.raises((Refused, readers.Damaged), match=said):
+        checkpoints.tensors_of(tmp_path, 0) if name.endswith("safetensors") else checkpoints.manifest_of(tmp_path)
+
+
 def test_rows_that_are_too_many_or_too_long_are_not_read(tmp_path):
     many = tmp_path / "metrics.jsonl"
     many.write_bytes(b"\n{}" * (readers.MOST_ROWS + 1))
@@ -211,6 +236,17 @@ def test_a_working_folder_that_was_removed_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as error:
         os.getcwd()
     assert isinstance(process.as_refusal(error.value, made), Gone)
+
+
+@pytest.mark.parametrize("words", ["single_fp32 vit --max_steps 1", "export /nowhere", "predict /nowhere", "demo",
+                                   "estimate single_fp32 -- vit", "compare single_fp32 -- vit"])  # fmt: skip
+def test_no_command_begins_in_a_working_folder_that_was_removed(tmp_path, words):
+    """torch cannot be imported there: MKL does not find its libraries."""
+    code = 'cd "$1" && rmdir "$1" && exec "$2/launch.sh" $3'
+    done = subprocess.run(["bash", "-c", code, "bash", tmp_path, ROOT, words], capture_output=True, text=True)
+    *of_bash, said = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout and all("getcwd" in line for line in of_bash), done.stderr
+    assert said == "error: the working folder was removed: go into one that is there, and start again"
 
 
 @pytest.mark.parametrize("counter", [(1 << 40) + 1, 2**63 - 1])

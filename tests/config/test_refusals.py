@@ -77,6 +77,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("diagnose", "single_fp8 -- tests/scripts/faults.py --max_steps=8", 2, "diagnose takes 276 steps or more"),
     ("diagnose", "{tmp}/own", 2, "{tmp}/own was not launched with a config file: name config and recipe"),
     ("diagnose", "{tmp}/damaged", 2, "{tmp}/damaged is not the folder of a run: no readable run.json"),
+    ("diagnose", "single_fp8 --output {tmp}/theirs -- vit", 2, "{tmp}/theirs holds run, of a diagnosis or somebody's: choose another --output"),
     ("diagnose", "single_fp8 --output {tmp}/file/out -- vit", 2, "nothing can be written to {tmp}/file/out"),
     ("estimate", "single_bf16", 2, "which recipe? ./launch.sh estimate"),
     ("estimate", "single_bf17 -- vit", 2, "no config single_bf17: did you mean single_bf16?"),
@@ -298,6 +299,7 @@ def tmp(tmp_path, monkeypatch):
     """A file, a script, a config with a typing error, and the folders of three runs."""
     (tmp_path / "file").write_text("not JSON")
     (tmp_path / "own.py").write_text("from faithful import Accelerator\n")
+    (tmp_path / "theirs" / "run").mkdir(parents=True)
     (tmp_path / "train.yml").write_text("seed: 3\nresume_from_checkpoint: latest\nmax_steps: 20\n")
     (tmp_path / "bad.yml").write_text((CONFIGS / "ddp_bf16.yml").read_text() + "mixed_precison: bf16\n")
     (tmp_path / "share.yml").write_text((CONFIGS / "single_fp8_te_nvfp4.yml").read_text().replace("15%", "0%"))

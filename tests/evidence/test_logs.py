@@ -162,7 +162,7 @@ def test_a_folder_in_which_a_run_is_running_is_refused(tmp_path, monkeypatch, lo
     monkeypatch.setattr(launcher, "GRACE", -5)
     held = launcher.lock_folder(tmp_path)
     if not locks:
-        monkeypatch.setattr(launcher, "lock_folder", lambda folder: None)
+        monkeypatch.setattr(launcher, "lock_folder", lambda *_: None)
     why = "another run is writing to" if locks else "holds a run that may still be running"
     with pytest.raises(Refused, match=why):
         opened(tmp_path)

@@ -161,6 +161,20 @@ OTHERS = {
     "shared/data.py describe": "the folder of a run under Accelerate alone",
     "shared/data.py write": "a file of such a run, in one step: shared/ does without faithful/",
     "shared/sft.py merge": "the index of a model whose parts are about to be written",
+    "tools/accelerate_launch.py main": "a temporary folder, in which the run says where its record is",
+    "tools/cli.py make_folder": "the folder of what a command writes",
+    "tools/compare.py estimate_of": "a temporary folder",
+    "tools/compare.py execute": "a run of an earlier comparison is renamed, when none is writing there",
+    "tools/compare.py guess": "the folder of a comparison",
+    "tools/compare.py launch_all": "the folder of a comparison",
+    "tools/copy_recipe.py copy": "a new folder, which was not there or empty",
+    "tools/copy_recipe.py wheel": "a temporary folder",
+    "tools/diagnose.py main": "what the script has written in a folder that was not there before",
+    "tools/docs_site.py build": "a temporary folder",
+    "tools/docs_site.py gather": "the pages of the site, in a temporary folder",
+    "tools/export.py written_whole": "the folder that --output names",
+    "tools/report.py write": "the folder of a page",
+    "tools/tracing.py run": "a temporary folder",
 }
 
 
@@ -187,7 +201,7 @@ def moves(file):
 def test_a_folder_of_a_run_has_one_owner():
     """Nothing else makes, renames, replaces or deletes there, so that one place decides what is a run's own."""
     found = set()
-    for room in ("faithful", "recipes", "shared"):
+    for room in ("faithful", "recipes", "shared", "tools"):
         for file in sorted((ROOT / room).rglob("*.py")):
             name = str(file.relative_to(ROOT))
             found |= {f"{name} {where}" for where in moves(file) if not name.startswith(OWNERS)}
