@@ -20,6 +20,7 @@ BLOCK = 4096  # elements that one program of a pass over a whole tensor reads at
 TILE = 64  # rows and columns of a matrix that one program casts
 CHUNK = 2048  # elements that one program of Adam updates; divides the blocks of the random numbers
 FUSED = {"enable_fp_fusion": True}  # products and sums round once, as by default until Triton 3.10
+PARTS = 64  # programs for each tensor of a list
 PROGRAMS = 1056  # of a pass over a whole tensor: eight for each of an H100's multiprocessors
 
 
@@ -109,6 +110,18 @@ def transposed(x: torch.Tensor, factor: float) -> torch.Tensor:
         grid = blocks(rows, TILE), blocks(columns, TILE)
         gpu().turn[grid](x, turned, rows, columns, FACTOR=factor, TILE=TILE, **FUSED)
     return turned
+
+
+def squares(codes: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of each tensor of e4m3 codes in a list, fp32 [length]."""
+    codes = [tensor.contiguous() for tensor in codes]
+    rows = [[tensor.data_ptr(), tensor.numel()] for tensor in codes]
+    aligned = all(n % 16 == 0 for row in rows for n in row)
+    table = without_waiting(torch.tensor(rows), codes[0].device)
+    found = torch.empty(len(codes), PARTS, device=codes[0].device)
+    with torch.cuda.device_of(found):
+        gpu().squares[(len(codes), PARTS)](table, found, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8, **FUSED)
+    return found.sum(1)
 
 
 def adam(

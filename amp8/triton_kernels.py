@@ -166,6 +166,21 @@ def _store(at, x, noise, scale, mask, NOISY: tl.constexpr):
 
 
 @triton.jit
+def squares(table, sums, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a tensor of codes, one of the table's, the sum of the squares that are one program's."""
+    table += 2 * tl.program_id(0)
+    n = tl.load(table + 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(1).to(tl.int64) * BLOCK
+    while first < n:
+        at = _pointer(table, 0, first, tl.float8e4nv, ALIGNED) + tl.arange(0, BLOCK)
+        value = tl.load(at, mask=first + tl.arange(0, BLOCK) < n, other=0.0).to(tl.float32)
+        total += value * value
+        first += tl.num_programs(1) * BLOCK
+    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
+
+
+@triton.jit
 def adam(
     table, places, numbers, found, found_inf,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, COPY: tl.constexpr,

@@ -215,7 +215,7 @@ def kernels_of(graph, inputs, mode):
     interface = mock.patch.multiple(CudaInterface, **answers, is_triton_capable=lambda *_: True)
     with interface, V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
         post_grad_passes(graph, is_inference=False)
-        lowered = GraphLowering(graph, example_inputs=inputs, shape_env=None)
+        lowered = GraphLowering(graph, example_inputs=inputs, shape_env=mode.shape_env)
         with V.set_graph_handler(lowered):
             lowered.run(*inputs)
             code = lowered.codegen()[0]

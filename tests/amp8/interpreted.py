@@ -12,6 +12,7 @@ E4M3, E5M2 = scaling.E4M3, scaling.E5M2
 @pytest.fixture(autouse=True)
 def several_blocks_for_each(monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "PARTS", 2)
     torch.manual_seed(0)
 
 
@@ -73,6 +74,12 @@ def test_a_gradient_is_rounded_as_written(dtype, factor):
     assert same(scale, written_scale)
     if scale.isfinite():
         assert same(codes, written_codes)
+
+
+def test_squares_are_summed_for_each_tensor():
+    codes = [(torch.randn(n) * 50).to(E4M3) for n in (5000, 16, 0, 3 * kernels.BLOCK + 7)]
+    expected = torch.stack([tensor.double().square().sum() for tensor in codes]).float()
+    torch.testing.assert_close(kernels.squares(codes), expected, rtol=1e-6, atol=0)
 
 
 def tensors(n, weight, moment, copied):
