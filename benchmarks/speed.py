@@ -97,6 +97,11 @@ def of_shape(way, m, k, n):
 def compiled():
     """{level: {pass: its kernels}} of a layer with a bias, and of an update {function: its kernels}. There is no GPU:
     tensors have no values, nothing runs."""
+    without_a_driver()
+    return {level: generated(level) for level in ("O2", "O3")} | {"update": updating()}
+
+
+def without_a_driver():
     import pretend  # before torch: autograd asks its driver for devices
     import torch
 
@@ -104,7 +109,6 @@ def compiled():
     torch.ones(1, requires_grad=True).sum().backward()
     pretend.DRIVER.set_devices(100)
     torch.autograd.set_multithreading_enabled(False)
-    return {level: generated(level) for level in ("O2", "O3")} | {"update": updating()}
 
 
 def generated(level, rows=8192, width=4096, after=lambda x: x):
@@ -114,15 +118,21 @@ def generated(level, rows=8192, width=4096, after=lambda x: x):
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from amp8 import linear, scaling
+    from amp8 import kernels, linear, scaling
 
+    kernels.register()
     mode, found = FakeTensorMode(), {}
     with mode, torch.device("cuda"):
         x = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
         port = torch.empty((), dtype=torch.bfloat16).expand(width, width).detach().requires_grad_()
         bias = torch.empty(width, requires_grad=True)
         codes = torch.empty(width, width, dtype=scaling.E4M3 if level == "O3" else torch.float16)
-        delayed = torch.empty(16, 2), torch.empty(2), torch.empty(2, dtype=torch.int32)
+        delayed = (
+            torch.empty(16, 2),
+            torch.empty(2),
+            torch.empty(2, dtype=torch.int32),
+            torch.empty(1, dtype=torch.int64),
+        )
         scale = torch.empty(())
 
     def layer(x, port, bias, codes, scale, *delayed):
@@ -153,10 +163,20 @@ def compiling():
     """Code is compiled, for an H100."""
     import torch
 
+    for_an_h100()
     nothing = {"get_rng_state": lambda *_: torch.empty(0), "set_rng_state": lambda *_: None}
     is_compiling = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
     with is_compiling, mock.patch.multiple(torch.cuda, **seen(), **nothing):
         yield
+
+
+def for_an_h100():
+    """Triton makes its code for one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = types.SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
+    driver.set_active(target)
 
 
 def updating(layers=225, window=16):
@@ -206,11 +226,7 @@ def kernels_of(graph, inputs, mode):
     from torch._inductor.fx_passes.post_grad import post_grad_passes
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
 
-    target = types.SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0)
-    driver.set_active(target)
     answers = {key: answer for key, answer in seen().items() if key != "get_device_capability"}
     interface = mock.patch.multiple(CudaInterface, **answers, is_triton_capable=lambda *_: True)
     with interface, V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
@@ -221,8 +237,8 @@ def kernels_of(graph, inputs, mode):
             code = lowered.codegen()[0]
     code = getattr(code, "value", code)
     GARBLED.extend(garbled(code))
-    calls = re.findall(r"(triton_\w+?)\.run|extern_kernels\.(\w+)", code[code.rindex("def call") :])
-    return [triton or other for triton, other in calls]
+    called = r"(\w+)\.run\(|extern_kernels\.(\w+)\(|= torch\.ops\.aten\.(\w+)\.\w+\(|\.(sum)\("
+    return ["".join(names) for names in re.findall(called, code[code.rindex("def call") :])]
 
 
 GARBLED = []  # names of all kernels so far that ptxas 12.9 compiles wrongly (triton#11111)
@@ -231,7 +247,9 @@ GARBLED = []  # names of all kernels so far that ptxas 12.9 compiles wrongly (tr
 def garbled(code):
     """The names of the kernels that write FP8 codes in two places and have a min or max that hands on NaN."""
     kernels = [part.partition("''', device_str")[0] for part in code.split("async_compile.triton(")[1:]]
-    wrong = [text for text in kernels if len(re.findall(r"'out_ptr\d+': '\*fp8", text)) > 1 and "PropagateNan" in text]
+    wrong = [
+        text for text in kernels if len(re.findall(r"'(?!in_ptr)\w+': '\*fp8", text)) > 1 and "PropagateNan" in text
+    ]
     return [re.match(r"'(\w+)'", text)[1] for text in wrong]
 
 
@@ -248,22 +266,23 @@ def machine_code():
     from amp8 import kernels, scaling, triton_kernels
 
     e4m3, carry = "*fp8e4nv", dict(zip(("CARRY", "EXPONENT"), scaling.carry_and_exponent(scaling.E4M3), strict=True))
-    cast = {"TOP": 448.0, "SMALLEST": 2.0**-6, "EPS": 0.125, **carry, "RECORDING": True, "TILE": kernels.TILE}
+    cast = {"TOP": 448.0, "SMALLEST": 2.0**-6, "EPS": 0.125, **carry, "RECORDING": True, "TRANSPOSED": True,
+            "ADDRESS": False, "TILE": kernels.TILE, "PROGRAMS": kernels.PROGRAMS}  # fmt: skip
     adam = {"W": tl.float16, "G": tl.float8e4nv, "M": tl.float8e4nv, "V": tl.float16, "COPY": False, "NOISY": True,
             "DECOUPLED": True, "ALIGNED": True, "CHUNK": kernels.CHUNK, "found_inf": None}  # fmt: skip
-    state = {"found": "*i32", "scales": "*fp32", "updates": "*i32", "history": "*fp32", "numbers": "*fp32",
-             "table": "*i64", "places": "*i32"}  # fmt: skip
+    fp32 = ("found", "own", "scale", "scale_at", "reciprocal", "scales", "history", "numbers", "bias")
+    state = dict.fromkeys(fp32, "*fp32") | {"updates": "*i32", "table": "*i64", "places": "*i32", "cast_bias": "*bf16"}
     block = {"BLOCK": kernels.BLOCK}
-    gradient = block | carry | {"OF_ZEROS": 2.0**60}
+    gradient = block | carry | {"OF_ZEROS": 2.0**60, "PROGRAMS": kernels.PROGRAMS}
     wanted = {  # name: (function, dtypes of its tensors, constants, warps, elements of a program)
-        "cast": ("cast", {"x": "*bf16", "codes": e4m3, "turned": e4m3}, cast | {"TRANSPOSED": True}, 4, 64 * 64),
+        "cast": ("cast", {"x": "*bf16", "codes": e4m3, "turned": e4m3}, cast, 4, 64 * 64),
         "amax": ("amax", {"x": "*bf16"}, block, 8, kernels.BLOCK),
         "gradient": ("gradient", {"x": "*bf16", "codes": e4m3}, gradient, 8, kernels.BLOCK),
         "weight": ("scaled", {"x": "*fp16", "codes": e4m3}, block | {"FACTOR": 2.0**-8}, 8, kernels.BLOCK),
         "weight transposed": ("turn", {"x": "*fp16", "turned": e4m3}, {"FACTOR": 2.0**-8, "TILE": 64}, 4, 64 * 64),
-        "Adam of O2": ("adam", {}, adam, 4, kernels.CHUNK),
-        "Adam of O3": ("adam", {}, adam | {"COPY": True}, 4, kernels.CHUNK),
-        "Adam of O1": ("adam", {}, adam | {"M": tl.float32, "V": tl.float32}, 4, kernels.CHUNK),
+        "Adam of O2": ("adam", {"found": "*i32"}, adam, 4, kernels.CHUNK),
+        "Adam of O3": ("adam", {"found": "*i32"}, adam | {"COPY": True}, 4, kernels.CHUNK),
+        "Adam of O1": ("adam", {"found": "*i32"}, adam | {"M": tl.float32, "V": tl.float32}, 4, kernels.CHUNK),
     }  # fmt: skip
     found = {}
     for name, (function, dtypes, constants, warps, elements) in wanted.items():
@@ -276,6 +295,7 @@ def machine_code():
                            {(i,): [["tt.divisibility", 16]] for i in aligned})  # fmt: skip
         for capability in (90, 100):
             made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+            assert not re.search(r"(min|max)\.NaN", made.asm["ptx"]), name  # triton#11111
             found.setdefault(name, {})[str(capability)] = of_code(made.asm["cubin"], elements / (32 * warps))
     return found
 
@@ -331,7 +351,13 @@ def steps():
     return found
 
 
-PARTS = {"layers": layers, "compiled": compiled, "machine_code": machine_code, "graphs": graphs, "steps": steps}
+PARTS = {
+    "layers": layers,
+    "compiled": compiled,
+    "machine_code": machine_code,
+    "graphs": graphs,
+    "steps": steps,
+}
 
 
 def part(name):
