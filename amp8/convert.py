@@ -336,8 +336,8 @@ class State:
             self.update_delayed(history, scale, dtypes, self.recipe.options)
         else:
             history, scale, updates = updated(history, scale, updates, dtypes)
-        torch._foreach_copy_([layer.amax_history for layer in layers], list(history.unbind()))
-        torch._foreach_copy_([layer.scale for layer in layers], list(scale.unbind()))
+        kept = *(layer.amax_history for layer in layers), *(layer.scale for layer in layers)
+        torch._foreach_copy_(list(kept), [*history.unbind(), *scale.unbind()])
         torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
 
     def update_delayed(

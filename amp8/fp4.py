@@ -112,7 +112,7 @@ class Products(torch.autograd.Function):
         a_scale: torch.Tensor,
         x8_turned: torch.Tensor | None,
         x_scale: torch.Tensor,
-        delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        delayed: linear.Delayed,
         settings: tuple[bool, bool, int, torch.dtype, bool, bool, torch.dtype],
         operands: linear.Operands,
     ) -> torch.Tensor:
@@ -136,7 +136,8 @@ class Products(torch.autograd.Function):
         of_x, of_w, of_bias = ctx.needs_input_grad[:3]
         w4, w_scale, codes, own = of_weight(weight, weight_scale, transposed)
         divided, slot = dy * w_scale.reciprocal().view(1, -1), linear.OUTPUT_GRADIENT
-        dy8, dy8_turned, dy_scale = linear.cast(divided, ctx.delayed, slot, gradient_format, window, True, of_w)
+        cast_as = gradient_format, window, True, of_w
+        dy8, dy8_turned, dy_scale, dy_factor = linear.cast(divided, ctx.delayed, slot, *cast_as)
         dx = dw = None
         if of_x:
             linear.note(ctx.operands, gradient_format, E2M1)
@@ -144,7 +145,7 @@ class Products(torch.autograd.Function):
             dx = scaling.product(dy8, w.t() if transposed else w, dy_scale, one, dy.dtype, exact=exact)
             dx = dx.to(ctx.x_dtype)
         if of_w:
-            pair = (dy8_turned, dy_scale, dy_scale.reciprocal()), (x8_turned, x_scale, x_scale.reciprocal())
+            pair = (dy8_turned, dy_scale, dy_factor), (x8_turned, x_scale, x_scale.reciprocal())
             dw = linear.weight_gradient(ctx, *pair, dy.dtype)
 
             def corrected(

@@ -130,7 +130,8 @@ class RowShard(torch.Tensor):
         self, mesh: object, outer_size: object, outer_stride: object, module: object, mp_policy: object
     ) -> tuple[tuple[torch.Tensor], None]:
         sharding: Sharding = self.amp8_linear.sharding  # pyrefly: ignore[bad-assignment]
-        codes = below(fp16_to_e4m3(self.codes).view(torch.uint8), sharding.cut)  # uint8 because gloo has no FP8
+        codes = fp16_to_e4m3(self.codes, self.amp8_linear.weight_scale)
+        codes = below(codes.view(torch.uint8), sharding.cut)  # uint8 because gloo has no FP8
         if (comm := sharding.state.comm) is not None:
             comm.sent += (comm.world - 1) * codes.numel()
             comm.wire.add(scaling.E4M3)

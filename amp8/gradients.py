@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from . import kernels, scaling
 from .coded import CodedWeight, CodesRead
-from .compiled import compiled_on_cuda
 from .grad_view import FP8Gradient
 from .tensors import linear_of
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from .linear import FP8Linear
 
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
-BATCH = 16  # tensors in one compiled call on a GPU
 
 
 class Phase(enum.Enum):
@@ -52,12 +50,13 @@ def quantize_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
 
 
-@compiled_on_cuda
 def norms(codes: list[torch.Tensor]) -> torch.Tensor:
-    """2-norm of each tensor of FP8 codes in a list, fp32 [length]. In slices on a CPU, in one fused pass on a GPU."""
+    """2-norm of each tensor of FP8 codes in a list, fp32 [length]. In slices, so that little is fp32 at one time."""
+    if kernels.fits(codes[0].device):
+        return kernels.squares(codes).sqrt()
     found = []
     for tensor in codes:
-        parts = [tensor] if tensor.is_cuda else tensor.reshape(-1).split(CHUNK)
+        parts = tensor.reshape(-1).split(CHUNK)
         found.append(torch.stack([scaling.decode(part).square().sum() for part in parts]).sum().sqrt())
     return torch.stack(found)
 
@@ -410,8 +409,7 @@ def clip_grad_norm_(
     device = next((t.device for t in [*(g.codes for g in converted), *ordinary, *parameters]), torch.device("cpu"))
     total = torch.zeros((), device=device)
     if converted:
-        parts = [converted[i : i + BATCH] for i in range(0, len(converted), BATCH)]
-        found = torch.cat([norms([gradient.codes for gradient in part]) for part in parts])
+        found = norms([gradient.codes for gradient in converted])  # pyrefly: ignore[bad-argument-type]
         total += (found / torch.stack([gradient.scale for gradient in converted])).square().sum()
     total += sum_of_squares(shards, device)
     groups = [state.group for state in states if state.sharded or state.fsdp_group is not None]
@@ -423,10 +421,15 @@ def clip_grad_norm_(
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the gradient's norm is {total.item()}: look for the step that made it so, or lower the LR")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in converted:
-        gradient.scale = gradient.scale / factor
+    # All at once, because a GPU's host would launch a kernel for each.
+    scales = torch._foreach_div([gradient.scale for gradient in converted], factor) if converted else ()
+    for gradient, scale in zip(converted, scales, strict=True):
+        gradient.scale = scale
+    alike: dict[Any, list[torch.Tensor]] = {}
     for gradient in [*ordinary, *shards]:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for kind, some in alike.items():
+        torch._foreach_mul_(some, factor.to(*kind))
     return total
 
 

@@ -8,6 +8,7 @@ these: its amax, the codes, their transpose (which torch copies at a tenth of an
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -20,15 +21,24 @@ BLOCK = 4096  # elements that one program of a pass over a whole tensor reads at
 TILE = 64  # rows and columns of a matrix that one program casts
 CHUNK = 2048  # elements that one program of Adam updates; divides the blocks of the random numbers
 FUSED = {"enable_fp_fusion": True}  # products and sums round once, as by default until Triton 3.10
-PROGRAMS = 1056  # of a pass over a whole tensor: eight for each of an H100's multiprocessors
+PARTS = 64  # programs for each tensor of a list
+PROGRAMS = 1024  # of a pass over a whole tensor, a power of two: about eight for each of an H100's multiprocessors
+FP16_TO_E4M3 = 2.0**-8  # what brings FP16 codes into e4m3's range
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
 def fits(device: torch.device) -> bool:
     """Whether the kernels run on a device: an NVIDIA GPU with FP8 tensor cores (Triton has no e4m3 on older ones)."""
-    if device.type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
+    return capable(device) if torch.compiler.is_compiling() else known(device)
+
+
+def capable(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip or not HAS_TRITON:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+known = functools.cache(capable)
 
 
 def blocks(n: int, size: int) -> int:
@@ -43,6 +53,36 @@ def gpu() -> ModuleType:
     return triton_kernels
 
 
+def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    with torch.cuda.device_of(args[0]):
+        getattr(gpu(), name)[grid](*args, **constants, **FUSED)
+
+
+def write(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """`launch` in compiled code."""
+    torch.library.wrap_triton(getattr(gpu(), name))[grid](*args, **constants)
+
+
+@functools.cache
+def register() -> None:
+    """Makes operators of what compiled code calls. torch's compiler calls their kernels directly."""
+
+    def cast_delayed(
+        x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, updates: torch.Tensor, history: torch.Tensor,
+        slot: int, window: int, recording: bool, transposed: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        return _cast_delayed(write, x, dtype, scale, updates, history, slot, window, recording, transposed)
+
+    def cast_weight(
+        weight: torch.Tensor, scale: torch.Tensor, transposed: bool, bias: torch.Tensor | None, dtype: torch.dtype,
+        after: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        return _cast_weight(write, weight, scale, transposed, bias, dtype, after)
+
+    torch.library.triton_op("amp8::cast_delayed", cast_delayed, mutates_args=())
+    torch.library.triton_op("amp8::cast_weight", cast_weight, mutates_args=())
+
+
 def cast_delayed(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -53,62 +93,114 @@ def cast_delayed(
     window: int,
     recording: bool,
     transposed: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(codes [M, N], the same transposed [N, M] or None, their scale) of x [M, N]: what `linear.cast` says.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(codes [M, N], the same transposed [N, M] or None, their scale, its reciprocal) of x [M, N]: what `linear.cast`
+    says.
 
-    scale, updates [slots], history [length, slots]: of the layer. The amax of in-time scaling is read first, where
-    `updates` on the device says that the scale is still in-time; later one pass reads x, casts it and finds its amax.
+    scale, updates [slots], history [length, slots]: of the layer; compiled code gets the history's address (int64 [1]).
+    The amax of in-time scaling is read first, where `updates` on the device says that the scale is still in-time;
+    later one pass reads x, casts it and finds its amax.
     """
+    cast = torch.ops.amp8.cast_delayed if torch.compiler.is_compiling() else functools.partial(_cast_delayed, launch)
+    codes, turned, own, reciprocal = cast(x, dtype, scale, updates, history, slot, window, recording, transposed)
+    return codes, turned if transposed else None, own.view(()), reciprocal.view(())
+
+
+def _cast_delayed(
+    run: Callable[..., None],
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    scale: torch.Tensor,
+    updates: torch.Tensor,
+    history: torch.Tensor,
+    slot: int,
+    window: int,
+    recording: bool,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     x = x.contiguous()
     rows, columns = x.shape
     codes = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    turned = torch.empty(columns, rows, dtype=dtype, device=x.device) if transposed else None
-    found = torch.zeros(2, dtype=torch.int32, device=x.device)  # bits of fp32: the amax in time, the scale
-    with torch.cuda.device_of(x):
-        if window:
-            gpu().amax[(PROGRAMS,)](x, found, updates, slot, window, x.numel(), BLOCK=BLOCK, num_warps=8, **FUSED)
-        grid = blocks(rows, TILE), blocks(columns, TILE)
-        grid_of, (carry, exponent) = torch.finfo(dtype), scaling.carry_and_exponent(dtype)
-        gpu().cast[grid](
-            x, codes, codes if turned is None else turned, found, scale, updates, history, slot, window, rows, columns,
-            TOP=grid_of.max, SMALLEST=grid_of.smallest_normal, EPS=grid_of.eps, CARRY=carry, EXPONENT=exponent,
-            RECORDING=recording, TRANSPOSED=transposed, TILE=TILE, **FUSED,
-        )  # fmt: skip
-    return codes, turned, found.view(torch.float32)[1]
+    turned = torch.empty((columns, rows) if transposed else (0, 0), dtype=dtype, device=x.device)
+    found = torch.empty(PROGRAMS, device=x.device)
+    own, reciprocal = torch.empty(1, device=x.device), torch.empty(1, device=x.device)
+    programs = PROGRAMS if window else 1  # one, which says that there is no scale yet
+    run(
+        "amax", (programs,), x, found, own, reciprocal, updates, slot, window, rows * columns,
+        BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    info, (carry, exponent) = torch.finfo(dtype), scaling.carry_and_exponent(dtype)
+    run(
+        "cast", (blocks(rows, TILE), blocks(columns, TILE)),
+        x, codes, turned if transposed else codes, found, own, reciprocal, scale, updates, history, slot, window, rows,
+        columns, TOP=info.max, SMALLEST=info.smallest_normal, EPS=info.eps, CARRY=carry, EXPONENT=exponent,
+        RECORDING=recording, TRANSPOSED=transposed, ADDRESS=history.dtype == torch.int64, TILE=TILE, PROGRAMS=PROGRAMS,
+    )  # fmt: skip
+    return codes, turned, own, reciprocal
 
 
 def quantize_gradient(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """gradients.quantize_gradient"""
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=scaling.E4M3, device=x.device)
-    found = torch.zeros(2, dtype=torch.int32, device=x.device)
+    found, scale = torch.empty(PROGRAMS, device=x.device), torch.empty((), device=x.device)
     carry, exponent = scaling.carry_and_exponent(scaling.E4M3)
-    with torch.cuda.device_of(x):
-        gpu().amax[(PROGRAMS,)](x, found, found, 0, 1, x.numel(), BLOCK=BLOCK, num_warps=8, **FUSED)
-        gpu().gradient[(blocks(x.numel(), BLOCK),)](
-            x, codes, found, x.numel(), CARRY=carry, EXPONENT=exponent, OF_ZEROS=scaling.OF_ZEROS,
-            BLOCK=BLOCK, num_warps=8, **FUSED,
-        )  # fmt: skip
-    return codes, found.view(torch.float32)[1]
+    launch("amax", (PROGRAMS,), x, found, None, None, None, 0, 0, x.numel(), BLOCK=BLOCK, num_warps=8)
+    launch(
+        "gradient", (blocks(x.numel(), BLOCK),), x, codes, found, scale, x.numel(),
+        CARRY=carry, EXPONENT=exponent, OF_ZEROS=scaling.OF_ZEROS, BLOCK=BLOCK, PROGRAMS=PROGRAMS, num_warps=8,
+    )  # fmt: skip
+    return codes, scale
 
 
-def e4m3_of(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """e4m3 codes of `x * factor`, x fp16. Nothing saturates."""
-    codes = torch.empty(x.shape, dtype=scaling.E4M3, device=x.device)
-    with torch.cuda.device_of(x):
-        grid = (blocks(x.numel(), BLOCK),)
-        gpu().scaled[grid](x, codes, x.numel(), FACTOR=factor, BLOCK=BLOCK, num_warps=8, **FUSED)
-    return codes
+def cast_weight(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    transposed: bool,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    after: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What `linear.weight_operand` says: of e4m3 codes transposed, or of fp16 codes."""
+    cast = torch.ops.amp8.cast_weight if torch.compiler.is_compiling() else functools.partial(_cast_weight, launch)
+    other = bias is not None and bias.dtype != dtype
+    codes, reciprocal, cast_bias = cast(weight, scale, transposed, bias if other else None, dtype, after)
+    return codes, reciprocal.view(()), cast_bias if other else bias
 
 
-def transposed(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """e4m3 codes of `x * factor`, transposed: [M, N] -> [N, M]. x: fp16, or e4m3 with the factor 1."""
-    rows, columns = x.shape
-    turned = torch.empty(columns, rows, dtype=scaling.E4M3, device=x.device)
-    with torch.cuda.device_of(x):
+def _cast_weight(
+    run: Callable[..., None],
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    transposed: bool,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    after: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (rows, columns), factor = weight.shape, 1.0 if weight.dtype == scaling.E4M3 else FP16_TO_E4M3
+    codes = torch.empty((columns, rows) if transposed else (rows, columns), dtype=scaling.E4M3, device=weight.device)
+    reciprocal = torch.empty(1, device=weight.device)
+    n = 0 if bias is None else bias.numel()
+    cast_bias = torch.empty(n or 1, dtype=dtype, device=weight.device)
+    beside = scale, reciprocal, next(t for t in (bias, after, scale) if t is not None), cast_bias, n
+    if transposed:
         grid = blocks(rows, TILE), blocks(columns, TILE)
-        gpu().turn[grid](x, turned, rows, columns, FACTOR=factor, TILE=TILE, **FUSED)
-    return turned
+        run("turn", grid, weight, codes, *beside, rows, columns, FACTOR=factor, TILE=TILE)
+    else:
+        grid = (blocks(rows * columns, BLOCK),)
+        run("scaled", grid, weight, codes, *beside, rows * columns, FACTOR=factor, BLOCK=BLOCK, num_warps=8)
+    return codes, reciprocal, cast_bias
+
+
+def squares(codes: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of each tensor of e4m3 codes in a list, fp32 [length]."""
+    codes = [tensor.contiguous() for tensor in codes]
+    rows = [[tensor.data_ptr(), tensor.numel()] for tensor in codes]
+    aligned = all(n % 16 == 0 for row in rows for n in row)
+    table = without_waiting(torch.tensor(rows), codes[0].device)
+    found = torch.empty(len(codes), PARTS, device=codes[0].device)
+    launch("squares", (len(codes), PARTS), table, found, ALIGNED=aligned, BLOCK=BLOCK, num_warps=8)
+    return found.sum(1)
 
 
 def adam(
@@ -134,12 +226,11 @@ def adam(
         alike.setdefault(tuple(None if t is None else t.dtype for t in flat), []).append(i)
     for (w, g, m, v, copy), which in alike.items():
         places = chunks(tuple(sizes[i] for i in which), tuple(starts[i] for i in which), tuple(which), device)
-        with torch.cuda.device_of(numbers):
-            gpu().adam[(len(places),)](
-                table, places, numbers, found, found_inf,
-                W=named[w], G=named[g], M=named[m], V=named[v], COPY=copy is not None,
-                NOISY=noisy, DECOUPLED=decoupled, ALIGNED=aligned, CHUNK=CHUNK, **FUSED,
-            )  # fmt: skip
+        launch(
+            "adam", (len(places),), table, places, numbers, found, found_inf,
+            W=named[w], G=named[g], M=named[m], V=named[v], COPY=copy is not None,
+            NOISY=noisy, DECOUPLED=decoupled, ALIGNED=aligned, CHUNK=CHUNK,
+        )  # fmt: skip
     return found.view(torch.float32)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 INPUT, OUTPUT_GRADIENT = 0, 1  # the two slots of a layer's delayed scaling
 
 # FP16 codes reach 65504, and 65504 * 2**-8 = 255.9 fits in e4m3's 448: a weight's FP8 copy needs no amax of its own.
-FP16_TO_E4M3 = 2.0**-8
+FP16_TO_E4M3 = kernels.FP16_TO_E4M3
 
 
 class InputCast(NamedTuple):
@@ -49,6 +49,7 @@ class InputCast(NamedTuple):
 
 
 CAST_NUMBERS = itertools.count(1)
+Delayed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 Operands = set[tuple[scaling.Number, scaling.Number]]
 
 
@@ -64,7 +65,7 @@ class FP8Linear(nn.Linear):
     SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
     FP8_ATTRS = ("name", "plain_class", "recipe", "exact", "high_precision", "gradient", "operands",
             "keeps_master", "master", "master_scale", "replaced", "ports", "held", "trained", "own",
-            "plain_dtype", "cast", "casts")  # fmt: skip
+            "plain_dtype", "cast", "casts", "address")  # fmt: skip
     name: str
     recipe: "Recipe"
     plain_class: type[nn.Module]
@@ -75,6 +76,8 @@ class FP8Linear(nn.Linear):
     own: CodedWeight
     ports: dict[torch.dtype, torch.Tensor]
     cast: torch.dtype | None  # to which somebody has cast the layer
+    # Of the history, for compiled code: a tensor that it changes, in backward too, it would copy there and back.
+    address: torch.Tensor | None
     replaced: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] | None  # see replace
 
     def start(self, state: "State", exact: bool, keeps_master: bool) -> None:
@@ -133,6 +136,10 @@ class FP8Linear(nn.Linear):
         first. A port is a leaf with the weight's shape and one element of memory. There are several, not one with
         `grad_dtype = None`, because compiled code would cast to the dtype of that one.
         """
+        self.address = None
+        if torch.cuda.is_available() and kernels.fits(self.weight.device):
+            kernels.register()  # before torch.compile traces a call of them
+            self.address = torch.tensor([self.amax_history.data_ptr()], device=self.weight.device)
         self.ports = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with torch.no_grad():
@@ -297,12 +304,12 @@ class FP8Linear(nn.Linear):
 
     def saved_casts(self) -> tuple[float, ...]:
         """What `casts` is after the scaling state was loaded: layers with equal ones have equal scales."""
-        return tuple(torch.cat([t.reshape(-1, 2)[:, INPUT].float() for t in self.delayed]).tolist())
+        return tuple(torch.cat([t.reshape(-1, 2)[:, INPUT].float() for t in self.delayed[:3]]).tolist())
 
     @property
-    def delayed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def delayed(self) -> Delayed:
         """The state of the layer's delayed scaling: see scaling.py."""
-        return self.amax_history, self.scale, self.updates
+        return self.amax_history, self.scale, self.updates, self.address
 
     def replaced_weight(self) -> torch.Tensor | None:
         """The weight that somebody has put in place of the converted one, or None."""
@@ -381,25 +388,28 @@ class FP8Conv1D(FP8Linear):
 
 def cast(
     x: torch.Tensor,
-    delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    delayed: Delayed,
     slot: int,
     dtype: torch.dtype,
     window: int,
     recording: bool = True,
     transposed: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(operand of products in `dtype` [M, N], the same transposed [N, M], their scale) of x [M, N]. A GPU gets each in
-    rows of its own, because its products read rows of both operands. delayed: history [length, slots], in which the
-    amax is recorded if `recording`, scale and updates [slots]. transposed: whether to make that too, else None."""
-    history, scales, updates = delayed
-    if not torch.compiler.is_compiling() and kernels.fits(x.device) and x.numel():  # an expert may get no row
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(operand of products in `dtype` [M, N], the same transposed [N, M], their scale, its reciprocal) of x [M, N]. A
+    GPU gets each in rows of its own, because its products read rows of both operands. delayed: history [length, slots],
+    in which the amax is recorded if `recording`, scale and updates [slots], the history's address. transposed: whether
+    to make that too, else None."""
+    history, scales, updates, address = delayed
+    if kernels.fits(x.device) and x.numel():  # an expert may get no row
+        history = address if torch.compiler.is_compiling() else history
+        # pyrefly: ignore[bad-argument-type]
         return kernels.cast_delayed(x, dtype, scales, updates, history, slot, window, recording, transposed)
     amax = scaling.amax(x)
     scale = cast_scale(amax, scales[slot], updates[slot], dtype, window)
     if recording:
         scaling.record_(history[:, slot], amax)
     codes = scaling.operand(x, scale, dtype)
-    return codes, turned(codes) if transposed else None, scale
+    return codes, turned(codes) if transposed else None, scale, scale.reciprocal()
 
 
 def turned(codes: torch.Tensor) -> torch.Tensor:
@@ -426,12 +436,10 @@ def scale_of_operand(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def fp8_weight(weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> torch.Tensor:
     """The e4m3 operand of products of a weight stored as fp16 or e4m3 codes with this scale, or of its transpose."""
-    if transposed and not torch.compiler.is_compiling() and kernels.fits(weight.device):
-        return kernels.transposed(weight, 1.0 if weight.dtype == scaling.E4M3 else FP16_TO_E4M3)
     if weight.dtype == scaling.E4M3:
         codes = scaling.operand(weight, scale, scaling.E4M3)
     elif weight.is_cuda:
-        codes = fp16_to_e4m3(weight)
+        codes = fp16_to_e4m3(weight, scale)
     else:
         # On a CPU the operand keeps the units of the FP16 codes, in which e4m3's smallest normal number is another.
         smallest = torch.finfo(scaling.E4M3).smallest_normal / FP16_TO_E4M3
@@ -439,10 +447,25 @@ def fp8_weight(weight: torch.Tensor, scale: torch.Tensor, transposed: bool) -> t
     return turned(codes) if transposed else codes
 
 
-def fp16_to_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """The FP8 copy of a weight's fp16 codes."""
-    if not torch.compiler.is_compiling() and kernels.fits(codes.device):
-        return kernels.e4m3_of(codes, FP16_TO_E4M3)
+def weight_operand(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    transposed: bool,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    after: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(`fp8_weight`, the reciprocal of its scale, the bias in `dtype`): each by itself would be a small kernel. after:
+    made in the backward pass, so that compiled code casts there, and keeps nothing from the forward pass."""
+    if kernels.fits(weight.device) and (transposed or weight.dtype != scaling.E4M3):
+        return kernels.cast_weight(weight, scale, transposed, bias, dtype, after)
+    return fp8_weight(weight, scale, transposed), scale_of_operand(weight, scale).reciprocal(), bias
+
+
+def fp16_to_e4m3(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The FP8 copy of a weight's fp16 codes, which have this scale."""
+    if kernels.fits(codes.device):
+        return kernels.cast_weight(codes, scale, False)[0]
     return (codes.float() * FP16_TO_E4M3).to(scaling.E4M3)
 
 
@@ -467,15 +490,17 @@ class Products(torch.autograd.Function):
         x8: torch.Tensor,
         x8_turned: torch.Tensor | None,
         x_scale: torch.Tensor,
-        delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        x_factor: torch.Tensor,
+        delayed: Delayed,
         settings: tuple[int, torch.dtype, bool, bool, torch.dtype],
         operands: Operands,
     ) -> torch.Tensor:
         _, _, transposed, exact, dtype = settings
-        w8, w_scale = fp8_weight(weight, weight_scale, transposed), scale_of_operand(weight, weight_scale)
-        reciprocals = x_scale.reciprocal(), w_scale.reciprocal()  # here, not in each product: all are small kernels
         ctx.delayed, ctx.settings, ctx.operands = delayed, settings, operands
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        w8, w_factor, bias = weight_operand(weight, weight_scale, transposed, bias, dtype)
+        w_scale = scale_of_operand(weight, weight_scale)
+        reciprocals = x_factor, w_factor
         note(operands, scaling.E4M3, scaling.E4M3)
         # Backward makes the weight's FP8 copy again: keeping one per layer would cost a byte per parameter.
         ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale, w_scale, *reciprocals)
@@ -492,11 +517,12 @@ class Products(torch.autograd.Function):
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         window, gradient_format, transposed, exact, _ = ctx.settings
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dy8, dy8_turned, dy_scale = cast(dy, ctx.delayed, OUTPUT_GRADIENT, gradient_format, window, True, of_weight)
-        dy_factor = dy_scale.reciprocal()
+        cast_as = gradient_format, window, True, of_weight
+        dy8, dy8_turned, dy_scale, dy_factor = cast(dy, ctx.delayed, OUTPUT_GRADIENT, *cast_as)
         dx = dw = None
         if of_x:
-            w8, factors = fp8_weight(weight, weight_scale, not transposed), (dy_factor, w_factor)
+            w8, *_ = weight_operand(weight, weight_scale, not transposed, after=dy_factor)
+            factors = dy_factor, w_factor
             note(ctx.operands, gradient_format, scaling.E4M3)
             dx = scaling.product(dy8, w8.t(), dy_scale, w_scale, dy.dtype, exact=exact, reciprocals=factors)
             dx = dx.to(ctx.x_dtype)
@@ -504,7 +530,7 @@ class Products(torch.autograd.Function):
             pair = (dy8_turned, dy_scale, dy_factor), (x8_turned, x_scale, x_factor)
             dw = weight_gradient(ctx, *pair, dy.dtype)
         db = dy.sum(0).to(ctx.bias_dtype) if of_bias else None
-        return dx, dw, db, None, None, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None, None, None
 
 
 def weight_gradient(ctx: Any, gradient: tuple[Any, ...], input: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:

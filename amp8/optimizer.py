@@ -206,11 +206,13 @@ class Adam(torch.optim.Optimizer):
         states = [self.moments(parameter, group) for parameter in parameters]
         # pyrefly: ignore[bad-assignment]
         targets: list[torch.Tensor] = [linear.master if has_master else linear.codes for linear in linears]
-        scales = torch.stack([linear.master_scale if has_master else linear.weight_scale for linear in linears])
-        g_scales = torch.stack([linear.gradient.scale for linear in linears])
-        w_amax = torch.stack([linear.weight_amax for linear in linears])
+        scales, copy_scale, g_scales, w_amax = stacked(
+            [linear.master_scale if has_master else linear.weight_scale for linear in linears],
+            [linear.weight_scale for linear in linears],
+            [linear.gradient.scale for linear in linears],
+            [linear.weight_amax for linear in linears],
+        )
         copies = [linear.codes if has_master else None for linear in linears]  # in FP8, of the masters
-        copy_scale = torch.stack([linear.weight_scale for linear in linears]) if has_master else scales
         gradients: list[torch.Tensor] = [linear.gradient.codes for linear in linears]  # pyrefly: ignore[bad-assignment]
         # Under fully_shard a gradient that somebody has changed may have a scale of its own on each rank.
         amaxes = (w_amax, self.model_state.largest(scaling.dtype_max(scaling.E4M3) / g_scales))
@@ -219,11 +221,12 @@ class Adam(torch.optim.Optimizer):
         new, copy_scales, w_amax = self.update(
             group, targets, states, gradients, (scales, g_scales, copy_scale), amaxes, copies, starts, numbers
         )
+        kept = [*(linear.weight_amax for linear in linears), *(linear.weight_scale for linear in linears)]
+        values = [*w_amax.unbind(), *(copy_scales if has_master else new).unbind()]
         if has_master:
-            torch._foreach_copy_([linear.master_scale for linear in linears], list(new.unbind()))
-            new = copy_scales
-        torch._foreach_copy_([linear.weight_scale for linear in linears], list(new.unbind()))
-        torch._foreach_copy_([linear.weight_amax for linear in linears], list(w_amax.unbind()))
+            kept += [linear.master_scale for linear in linears]
+            values += new.unbind()
+        torch._foreach_copy_(kept, values)
 
     def update(
         self,
@@ -244,9 +247,10 @@ class Adam(torch.optim.Optimizer):
         weights' new largest magnitudes. Where `found_inf` is 1 these and the moments' are the old ones."""
         for state in states:
             state["step"] += 1
-        stacked = lambda key: torch.stack([state[key] for state in states])  # noqa: E731
-        keys = ("exp_avg_scale", "exp_avg_sq_scale", "amax")
-        of_moments = tuple(stacked(key) for key in keys) if "amax" in states[0] else None
+        keys, of_moments = ("exp_avg_scale", "exp_avg_sq_scale", "amax"), None
+        kept = [[state[key] for state in states] for key in keys] if "amax" in states[0] else []
+        if kept:
+            of_moments = *stacked(*kept[:2]), torch.stack(kept[2])
         numbers = numbers_of_step(group, states, scales, amaxes, of_moments, copies is not None, self.found_inf)
         copies = [None if copy is None else flat(copy) for copy in copies or [None] * len(weights)]
         # pyrefly: ignore[bad-assignment]
@@ -262,9 +266,9 @@ class Adam(torch.optim.Optimizer):
             old = torch.cat([amaxes[0][:, None], found[:, 1:] if of_moments is None else of_moments[2]], 1)
             found = torch.where(self.found_inf.reshape(()) != 0, old, found)
         new_w, new_m, new_v, new_copy = numbers[:, W_OUT:].unbind(1)
-        if of_moments is not None:
-            for key, new in zip(keys, (new_m, new_v, found[:, 1:]), strict=True):
-                torch._foreach_copy_([state[key] for state in states], list(new.unbind()))
+        if kept:
+            values = *new_m.unbind(), *new_v.unbind(), *found[:, 1:].unbind()
+            torch._foreach_copy_([*kept[0], *kept[1], *kept[2]], list(values))
         return new_w, new_copy, found[:, 0]
 
     def slices(
@@ -346,6 +350,11 @@ class Adam(torch.optim.Optimizer):
             state[name].copy_(scaling.quantize(value, scale, state[name].dtype))
             state[f"{name}_scale"].copy_(scale)
             state["amax"][i] = amax
+
+
+def stacked(*lists: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """torch.stack of each of these lists of 0-d tensors, which are of one length, in one kernel."""
+    return torch.stack([tensor for each in lists for tensor in each]).view(len(lists), -1).unbind()
 
 
 def numbers_of_step(

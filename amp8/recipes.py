@@ -30,9 +30,7 @@ class Recipe:
         self.options = self.defaults | dict(options)
         self.settings: tuple[Any, ...] = self.window, self.gradient_format  # what `products` needs of the recipe
 
-    def cast(
-        self, x: torch.Tensor, delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *how: bool
-    ) -> tuple[torch.Tensor | None, ...]:
+    def cast(self, x: torch.Tensor, delayed: linear.Delayed, *how: bool) -> tuple[torch.Tensor | None, ...]:
         """What `products` takes of the input x [M, in]. delayed, how: see `linear.cast`."""
         return linear.cast(x, delayed, linear.INPUT, scaling.E4M3, self.window, *how)
 
@@ -71,10 +69,8 @@ class FP4(Recipe):
         estimated, self.clamped = (not self.options[key] for key in self.defaults)
         self.settings = estimated, self.clamped, *self.settings
 
-    def cast(
-        self, x: torch.Tensor, delayed: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *how: bool
-    ) -> tuple[torch.Tensor | None, ...]:
-        _, x8_turned, x_scale = super().cast(x, delayed, *how)
+    def cast(self, x: torch.Tensor, delayed: linear.Delayed, *how: bool) -> tuple[torch.Tensor | None, ...]:
+        _, x8_turned, x_scale, _ = super().cast(x, delayed, *how)
         return *fp4.of_input(x, self.clamped), x8_turned, x_scale
 
 

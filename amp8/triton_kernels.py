@@ -23,8 +23,8 @@ def _bits(x):
 def _rounded(x, noise, TOP: tl.constexpr, SMALLEST: tl.constexpr, EPS: tl.constexpr, NOISY: tl.constexpr):
     """scaling.quantize, or rounding.round_stochastically, of fp32, as fp32 on the grid of the dtype whose largest
     value is TOP."""
-    x = tl.maximum(x, -TOP, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, TOP, propagate_nan=tl.PropagateNan.ALL)
+    # No min or max that hands on NaN: beside one ptxas 12.9 writes garbage into the second layout (triton#11111).
+    x = tl.where(x > TOP, TOP, tl.where(x < -TOP, -TOP, x))
     unit = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     unit = tl.maximum(unit, SMALLEST)
     if NOISY:
@@ -52,26 +52,46 @@ def _places(rows, columns, TILE: tl.constexpr):
 
 
 @triton.jit
-def amax(x, found, updates, slot, window, n, BLOCK: tl.constexpr):
-    if tl.load(updates + slot) < window:
+def _raise(at, value):
+    """Writes a positive number where programs write it, or NaN, which is larger, in any order."""
+    tl.atomic_max(at.to(tl.pointer_type(tl.int32), bitcast=True), value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _amax_of(found, PROGRAMS: tl.constexpr):
+    """The bits of the amax of which each program of `amax` has found a part."""
+    return tl.max(_bits(tl.load(found + tl.arange(0, PROGRAMS))), 0)
+
+
+@triton.jit
+def amax(x, found, scale, reciprocal, updates, slot, window, n, BLOCK: tl.constexpr):
+    """Writes each program's part of the amax of x, if it is needed, and that there is no scale yet."""
+    in_time = True
+    if updates is not None:
+        if tl.program_id(0) == 0:
+            tl.store(scale, 0.0)
+            tl.store(reciprocal, 0.0)
+        in_time = tl.load(updates + slot) < window
+    if in_time:
         most = tl.zeros([BLOCK], tl.int32)
         first = tl.program_id(0).to(tl.int64) * BLOCK
         while first < n:
             at = first + tl.arange(0, BLOCK)
             most = tl.maximum(most, _bits(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
             first += tl.num_programs(0) * BLOCK
-        tl.atomic_max(found, tl.max(most, 0))
+        tl.store(found + tl.program_id(0), tl.max(most, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def cast(
-    x, codes, turned, found, scales, updates, history, slot, window, rows, columns,
+    x, codes, turned, found, own, reciprocal, scales, updates, history, slot, window, rows, columns,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, EPS: tl.constexpr, CARRY: tl.constexpr, EXPONENT: tl.constexpr,
-    RECORDING: tl.constexpr, TRANSPOSED: tl.constexpr, TILE: tl.constexpr,
+    RECORDING: tl.constexpr, TRANSPOSED: tl.constexpr, ADDRESS: tl.constexpr, TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     scale = tl.load(scales + slot)
     if tl.load(updates + slot) < window:  # in-time
-        amax = tl.load(found)
+        amax = _amax_of(found, PROGRAMS)
         if (amax > 0) & (amax < 0x7F800000):
             scale = _power_of_two(amax, CARRY, EXPONENT)
     row, column, at, turned_at = _places(rows, columns, TILE)
@@ -80,12 +100,15 @@ def cast(
     most = tl.max(tl.max(_bits(value), 1), 0)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
     if most >= 0x7F800000:  # the cast saturates, and a finite result would hide it
-        tl.atomic_max(found + 1, 0x7FC00000)
+        _raise(own, scale * float("nan"))
+        _raise(reciprocal, scale * float("nan"))
     elif first:
-        tl.atomic_max(found + 1, scale.to(tl.int32, bitcast=True))
+        _raise(own, scale)
+        _raise(reciprocal, tl.div_rn(1.0, scale))
     if RECORDING:  # scaling.record_
-        history_bits = (history + slot).to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.atomic_max(history_bits, tl.minimum(most, 0x7F800000))
+        if ADDRESS:
+            history = tl.load(history).to(tl.pointer_type(tl.float32))
+        _raise(history + slot, tl.minimum(most, 0x7F800000))
     # Of 16 bits, which hold every code: Triton 3.6 transposes a tile of 8 bits wrongly if it was loaded as fp32.
     code = _rounded(value * scale, value, TOP, SMALLEST, EPS, False).to(tl.bfloat16)
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
@@ -96,17 +119,17 @@ def cast(
 
 @triton.jit
 def gradient(
-    x, codes, found, n,
-    CARRY: tl.constexpr, EXPONENT: tl.constexpr, OF_ZEROS: tl.constexpr, BLOCK: tl.constexpr,
+    x, codes, found, scale_at, n,
+    CARRY: tl.constexpr, EXPONENT: tl.constexpr, OF_ZEROS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    amax = tl.load(found)
+    amax = _amax_of(found, PROGRAMS)
     scale = _power_of_two(amax, CARRY, EXPONENT)
     if amax == 0:
         scale = OF_ZEROS
     if amax >= 0x7F800000:
         scale = float("nan")
     if tl.program_id(0) == 0:
-        tl.store(found + 1, scale.to(tl.int32, bitcast=True))
+        tl.store(scale_at, scale)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
     code = _rounded(value * scale, value, 448.0, 2.0**-6, 2.0**-3, False)
@@ -114,7 +137,21 @@ def gradient(
 
 
 @triton.jit
-def scaled(x, codes, n, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+def _beside(program, scale, reciprocal, bias, cast_bias, bias_n, FACTOR: tl.constexpr):
+    """What is cast beside a weight: the reciprocal of the operand's scale, and the bias, of which each program has 256
+    elements at most. A weight has as many programs, as its sizes are multiples of 16."""
+    if program == 0:
+        tl.store(reciprocal, tl.div_rn(1.0, tl.load(scale) * FACTOR))
+    if program * 256 < bias_n:
+        at = program * 256 + tl.arange(0, 256)
+        tl.store(cast_bias + at, tl.load(bias + at, mask=at < bias_n).to(cast_bias.dtype.element_ty), mask=at < bias_n)
+
+
+@triton.jit
+def scaled(
+    x, codes, scale, reciprocal, bias, cast_bias, bias_n, n, FACTOR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    _beside(tl.program_id(0), scale, reciprocal, bias, cast_bias, bias_n, FACTOR)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
     code = _rounded(value * FACTOR, value, 448.0, 2.0**-6, 2.0**-3, False)
@@ -122,7 +159,11 @@ def scaled(x, codes, n, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turn(x, turned, rows, columns, FACTOR: tl.constexpr, TILE: tl.constexpr):
+def turn(
+    x, turned, scale, reciprocal, bias, cast_bias, bias_n, rows, columns, FACTOR: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    _beside(program, scale, reciprocal, bias, cast_bias, bias_n, FACTOR)
     row, column, at, turned_at = _places(rows, columns, TILE)
     value = tl.load(x + at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
     if FACTOR != 1.0:
@@ -163,6 +204,21 @@ def _store(at, x, noise, scale, mask, NOISY: tl.constexpr):
     elif at.dtype.element_ty == tl.float8e4nv:
         x = _rounded(x * scale, noise, 448.0, 2.0**-6, 2.0**-3, NOISY)
     tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def squares(table, sums, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a tensor of codes, one of the table's, the sum of the squares that are one program's."""
+    table += 2 * tl.program_id(0)
+    n = tl.load(table + 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(1).to(tl.int64) * BLOCK
+    while first < n:
+        at = _pointer(table, 0, first, tl.float8e4nv, ALIGNED) + tl.arange(0, BLOCK)
+        value = tl.load(at, mask=first + tl.arange(0, BLOCK) < n, other=0.0).to(tl.float32)
+        total += value * value
+        first += tl.num_programs(1) * BLOCK
+    tl.store(sums + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(total, 0))
 
 
 @triton.jit

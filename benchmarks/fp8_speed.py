@@ -185,7 +185,7 @@ def of_kernels(device):
     for words, updates in (("in time", 0), ("delayed", 20)):
         done = torch.full((2,), updates, dtype=torch.int32, device=device)
         calls[f"cast, {words}"] = (_cast, (x.bfloat16(), scale, done, history), 4 * x.numel())
-    calls["weight transposed"] = (kernels.transposed, (w, 2.0**-8), 3 * w.numel())
+    calls["weight transposed"] = (kernels.cast_weight, (w, scale[0], True), 3 * w.numel())
     calls["gradient rounded"] = (kernels.quantize_gradient, (w.bfloat16(),), 5 * w.numel())
     flats = []
     for _ in range(6):

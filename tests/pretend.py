@@ -773,7 +773,7 @@ def replace_kernels():
         if recording:
             scaling.record_(history[:, slot], amax)
         codes = scaling.quantize(x, scale, dtype)
-        return codes, codes.t().contiguous() if transposed else None, scale
+        return codes, codes.t().contiguous() if transposed else None, scale, scale.reciprocal()
 
     def adam(flats, numbers, seeds, starts, decoupled, noisy, found_inf=None):
         found, tensors = [], [t for w, _, *others in flats for t in (w, *others) if t is not None]
@@ -790,13 +790,16 @@ def replace_kernels():
         scale = scaling.gradient_scale(scaling.amax(x))
         return scaling.quantize(x, scale, scaling.E4M3), scale
 
-    def e4m3_of(x, factor):
-        return (x.float() * factor).to(scaling.E4M3)
+    def cast_weight(weight, scale, transposed, bias=None, dtype=torch.bfloat16, after=None):
+        factor = 1.0 if weight.dtype == scaling.E4M3 else kernels.FP16_TO_E4M3
+        codes = (weight.float() * factor).to(scaling.E4M3)
+        codes = codes.t().contiguous() if transposed else codes
+        return codes, (scale * factor).reciprocal(), None if bias is None else bias.to(dtype)
 
-    def transposed(x, factor):
-        return e4m3_of(x, factor).t().contiguous()
+    def squares(codes):
+        return torch.stack([tensor.float().square().sum() for tensor in codes])
 
-    for function in (cast_delayed, adam, quantize_gradient, e4m3_of, transposed):
+    for function in (cast_delayed, adam, quantize_gradient, cast_weight, squares):
         assert hasattr(kernels, function.__name__)
         setattr(kernels, function.__name__, compile(function))
 

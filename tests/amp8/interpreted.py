@@ -11,7 +11,8 @@ E4M3, E5M2 = scaling.E4M3, scaling.E5M2
 
 @pytest.fixture(autouse=True)
 def several_blocks_for_each(monkeypatch):
-    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "PROGRAMS", 4)
+    monkeypatch.setattr(kernels, "PARTS", 2)
     torch.manual_seed(0)
 
 
@@ -38,8 +39,9 @@ def test_the_cast_is_the_written_one(dtype, given, rows, columns, updates):
                 history[0] = torch.tensor([0.5, 900.0])
                 state = torch.tensor([4.0, 64.0]), torch.full((2,), updates, dtype=torch.int32), history
                 results.append((*run(x, dtype, *state, slot, 16, recording, True), history))
-            (codes, turned, scale, history), (written_codes, _, written_scale, written_history) = results
-            assert same(scale, written_scale) and same(history, written_history) and same(turned, codes.t())
+            (codes, turned, scale, factor, history), (written_codes, _, written_scale, written_history) = results
+            assert same(scale, written_scale) and same(factor, written_scale.reciprocal())
+            assert same(history, written_history) and same(turned, codes.t())
             if scale.isfinite():
                 assert same(codes, written_codes)
     assert kernels.cast_delayed(x, dtype, *state, 0, 16, False, False)[1] is None
@@ -57,10 +59,17 @@ def written(x, dtype, scale, updates, history, slot, window, recording, transpos
 def test_copies_of_weights_are_the_written_ones():
     codes = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     codes = codes[codes.isfinite()].view(-1, 64)  # all numbers
-    copy = kernels.e4m3_of(codes, linear.FP16_TO_E4M3)
-    assert same(copy, linear.fp16_to_e4m3(codes))
-    assert same(kernels.transposed(codes, linear.FP16_TO_E4M3), copy.t())
-    assert same(kernels.transposed(copy, 1.0), copy.t())
+    scale = torch.tensor(3.0)
+    copy, factor, _ = kernels.cast_weight(codes, scale, False)
+    assert same(copy, linear.fp16_to_e4m3(codes, scale)) and factor == (scale * linear.FP16_TO_E4M3).reciprocal()
+    bias = torch.arange(len(codes)).float()  # the interpreter cuts bits off for bf16
+    bias -= bias % 8
+    turned, factor, cast_bias = kernels.cast_weight(codes, scale, True, bias)
+    assert cast_bias.dtype == torch.bfloat16 and same(cast_bias, bias)
+    assert same(kernels.cast_weight(codes, scale, False, bias, torch.float16)[2], bias)
+    assert same(turned, copy.t()) and factor == (scale * linear.FP16_TO_E4M3).reciprocal()
+    turned, factor, _ = kernels.cast_weight(copy, scale, True)
+    assert same(turned, copy.t()) and factor == scale.reciprocal()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -73,6 +82,12 @@ def test_a_gradient_is_rounded_as_written(dtype, factor):
     assert same(scale, written_scale)
     if scale.isfinite():
         assert same(codes, written_codes)
+
+
+def test_squares_are_summed_for_each_tensor():
+    codes = [(torch.randn(n) * 50).to(E4M3) for n in (5000, 16, 0, 3 * kernels.BLOCK + 7)]
+    expected = torch.stack([tensor.double().square().sum() for tensor in codes]).float()
+    torch.testing.assert_close(kernels.squares(codes), expected, rtol=1e-6, atol=0)
 
 
 def tensors(n, weight, moment, copied):

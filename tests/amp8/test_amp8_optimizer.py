@@ -410,6 +410,21 @@ def test_clip_is_the_global_norm_and_leaves_codes_alone():
     assert amp8.clip_grad_norm_(model[0].weight, 10.0) == pytest.approx((exact[0].norm() * 0.5 / norm).item(), rel=1e-4)
 
 
+def test_clip_multiplies_all_at_once_as_one_after_the_other():
+    """Bit for bit: gradients of two dtypes, and the scales of FP8 ones."""
+    model, optimizer = start(net())
+    loss_of(model).backward()
+    extra = nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    extra.grad = seeded(40).bfloat16()
+    gradients, scales = [model[i].gradient for i in (0, 2)], [model[i].gradient.scale.clone() for i in (0, 2)]
+    plain = [extra, *(p for p in model.parameters() if not hasattr(p, "amp8_linear"))]
+    before = [parameter.grad.clone() for parameter in plain]
+    factor = 0.5 / (amp8.clip_grad_norm_([*model.parameters(), extra], 0.5) + 1e-6)
+    assert len(plain) > 3 and factor < 1
+    assert all(torch.equal(p.grad, b * factor.to(b.dtype)) for p, b in zip(plain, before, strict=True))
+    assert all(torch.equal(g.scale, b / factor) for g, b in zip(gradients, scales, strict=True))
+
+
 def test_clip_agrees_with_torch_on_ordinary_models():
     plain, other = net(), net()
     for model in (plain, other):

@@ -21,14 +21,14 @@ def test_the_kernels_compute_what_is_written():
 
 def test_only_gpus_with_fp8_tensor_cores_run_them(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    kernels.fits.cache_clear()
+    kernels.known.cache_clear()
     for capability, fits in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         assert kernels.fits(torch.device("cuda", 0)) is fits
-        kernels.fits.cache_clear()
+        kernels.known.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not kernels.fits(torch.device("cuda", 0)) and not kernels.fits(torch.device("cpu"))
-    kernels.fits.cache_clear()
+    kernels.known.cache_clear()
 
 
 def test_amp8_does_not_import_triton():
@@ -39,7 +39,7 @@ def test_amp8_does_not_import_triton():
 def test_a_tensor_without_rows_is_no_kernels(monkeypatch):
     """A launch of no programs would leave its scale 0, of which the reciprocal is infinite."""
     monkeypatch.setattr(kernels, "fits", lambda device: True)
-    delayed = torch.zeros(16, 2), torch.full((2,), 4.0), torch.zeros(2, dtype=torch.int32)
-    codes, turned, scale = linear.cast(torch.zeros(0, 32), delayed, 0, scaling.E4M3, 16)
+    delayed = torch.zeros(16, 2), torch.full((2,), 4.0), torch.zeros(2, dtype=torch.int32), None
+    codes, turned, scale, _ = linear.cast(torch.zeros(0, 32), delayed, 0, scaling.E4M3, 16)
     assert codes.shape == (0, 32) and turned.shape == (32, 0) and scale == 4
     assert gradients.quantize_gradient(torch.zeros(0, 32))[1] == scaling.OF_ZEROS

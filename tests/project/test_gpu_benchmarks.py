@@ -210,7 +210,7 @@ def test_a_layer_of_a_level_moves_no_byte_in_vain():
         assert found[way]["passes"]["bytes"] == passes and found[way]["update"]["bytes"]["w"] == update, found[way]
         assert found[way]["passes"]["turned"] == 0 and found[way]["update"]["turned"] < 1024, "a transposed copy"
         assert found[way]["passes"]["waits"] == found[way]["update"]["waits"] == 0
-        assert found[way]["passes"]["launches"] <= 7 and found[way]["update"]["launches"] <= 26
+        assert found[way]["passes"]["launches"] <= 4 and found[way]["update"]["launches"] <= 17
 
 
 @pytest.mark.slow
@@ -219,4 +219,15 @@ def test_a_compiled_layer_of_a_level_takes_few_kernels():
     found = speed.part("compiled")
     assert sum(map(len, found.pop("update").values())) <= 10, "of any number of layers, beside Adam's own"
     for passes in found.values():
-        assert len(passes["forward"]) <= 8 and len(passes["backward"]) <= 8, passes
+        assert len(passes["forward"]) <= 6 and len(passes["backward"]) <= 7, passes
+
+
+MOST_LAUNCHES = {"llama": 530, "vit": 1200}  # on an H200, at commit e30a4f4: 811 and 2,161 with what libraries add
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_a_level_takes_few_launches():
+    """The host launches each by itself, and a step of small layers waits for it."""
+    found = speed.part("launches")
+    for model, most in MOST_LAUNCHES.items():
+        assert found[model]["all"] <= most and found[model]["garbled"] == 0, found[model]
