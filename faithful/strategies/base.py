@@ -239,6 +239,13 @@ class Strategy:
         if optimizer is not None:
             load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), saved)
 
+    def order(self, model: nn.Module) -> list[int]:
+        """Numbers of the parameters in the order in which their gradients are summed, where it is not fixed."""
+        return []
+
+    def restore_order(self, model: nn.Module, order: list[int]) -> None:
+        """Sums gradients in the order that `order` returned in the run that is resumed. Every process calls it."""
+
     def full_state(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
         return None
