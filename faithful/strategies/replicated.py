@@ -59,8 +59,8 @@ class DDP(Strategy):
         if not isinstance(model, DistributedDataParallel):
             return []
         model.logger.set_runtime_stats_and_log()  # pyrefly: ignore[missing-attribute]
-        data = model._get_ddp_logging_data()
-        found = [int(number) for number in data.get("rebuilt_per_bucket_param_indices", "").replace(",", " ").split()]
+        said = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))  # such as "4 3, 2 1 0"
+        found = [int(number) for number in said.replace(",", " ").split()]
         before = getattr(model, "summed_in", None) or range(len(found))
         return [before[number] for number in found]
 
