@@ -430,8 +430,8 @@ ALONE = {
 
 
 def outcomes(names, config, folder):
-    """Yields {name, outcome: right, wrong, refused or failed; error, or the line}. Rows share a launch until one ends it;
-    then the next one begins another."""
+    """Yields {name, outcome: right, wrong, refused, ended (in a line, after a wait) or failed; error, or the line}. Rows
+    share a launch until one ends it; then the next one begins another."""
     from conftest import Ranks
 
     left, bound = [name for name in names if name in REPORTS], 0.05 if "fp8" not in config else 0.2
@@ -470,6 +470,8 @@ def ended(codes, text, run):
     if 2 in codes and 0 not in codes and len(said) == 1 and "Traceback" not in text:
         return {"outcome": "refused", "line": said[0]}
     errors = re.findall(r"^(?:[\w.]*Error|error|  what\(\)): .*", text, re.MULTILINE)
+    if len(errors) == 1 and "another process" not in errors[0] and set(codes) == {1} and "Traceback" not in text:
+        return {"outcome": "ended", "line": errors[0].removeprefix("error: ")}
     return {"outcome": "failed", "line": f"exit codes {codes}: {'; '.join(errors)[:300] or 'nothing said'}"}
 
 
