@@ -307,12 +307,16 @@ def needs_whole_model(error: str) -> Refused | None:
     )
 
 
+UNKNOWN_TO_SHARDS = ("unbind along the sharded dimension", "not supported with DTensor", "no valid sharding strategy")
+
+
 def mixes_shards(error: str) -> Refused | None:
     """A Refused for torch's errors where DTensors and whole tensors meet in one operation, or where an operation in
     place would have to put the shards together; else None."""
-    if "unbind along the sharded dimension" in error or "not supported with DTensor" in error:
+    if any(said in error for said in UNKNOWN_TO_SHARDS):
         return Refused(
-            f"the script uses a sharded tensor in a way that torch's shards do not have ({error.partition('.')[0]}): "
+            "the script uses a sharded tensor in a way that torch's shards do not have "
+            f"({error.partition(':')[0].partition('. ')[0]}): "
             "use an index, as weight[i], or a ddp config"
         )
     if "in-place operations that require placement changes" in error:
