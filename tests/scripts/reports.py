@@ -404,7 +404,7 @@ def sharded_by_transformers(size, folder):
     if accelerator.is_main_process:
         tiny.save_pretrained(folder / "tiny")
     accelerator.wait_for_everyone()
-    sizes = DistributedConfig(**{size: accelerator.num_processes})
+    sizes = DistributedConfig(**{size: max(2, accelerator.num_processes)})
     model = LlamaForCausalLM.from_pretrained(folder / "tiny", distributed_config=sizes)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     raise SystemExit("it is prepared as if it were whole")
