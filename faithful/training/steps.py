@@ -170,9 +170,10 @@ class Steps:
         if math.isfinite(self.norm):  # so the script has given up the gradients of a loss that is not finite
             means = [mean for mean in means if math.isfinite(mean)]
         finite = all(map(math.isfinite, means))
-        self.loss = sum(means) / len(means) if means else self.loss
+        loss = sum(means) / max(1, len(means))
+        self.loss = loss if means else self.loss
         if finite and math.isfinite(self.norm):
-            self.point = (self.taken + 1, self.loss) if of_all and counts and means else self.point
+            self.point = (self.taken + 1, loss) if of_all and counts and means else self.point
             return
         if finite and scaler is not None and scaler.get_scale() > SMALLEST_SCALE:
             return  # it skips the step and lowers the scale
