@@ -63,7 +63,11 @@ def end_of(returncode: int, who: str) -> tuple[int, str]:
     if returncode < 0:
         killed = ", perhaps because memory ran out" if returncode == -signal.SIGKILL else ""
         if returncode == -signal.SIGABRT:  # gloo's way
-            killed = ", perhaps because it made another collective call than the other processes"
+            killed = (
+                ", perhaps because it made another collective call than the other processes, or used other parts of "
+                "the model: use each part in every process, if need be times 0, or a ddp config with "
+                "find_unused_parameters"
+            )
         how = f"{who} was ended by {signal.Signals(-returncode).name}{killed}"
     if code not in OWN_CODES:
         print(f"error: {how}", file=sys.stderr)

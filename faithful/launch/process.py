@@ -217,7 +217,10 @@ def end_late(newest: Newest, number: int, seconds: float) -> None:
 
 def end_stuck(newest: Newest) -> None:
     """Ends this process when no process can go on."""
-    advice = "; make each such call on every process, or use a ddp config. What was trained since is lost"
+    advice = (
+        "; make each such call on every process, and use each part of the model there, or use a ddp config with "
+        "find_unused_parameters. What was trained since is lost"
+    )
     end_here(newest(), "the processes wait for each other, and none can go on", advice, 1)
 
 

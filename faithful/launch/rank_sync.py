@@ -5,7 +5,8 @@ collective. So each process tells the store in which call it waits, or that it h
 
 One process may also be alone in a forward pass that gathers weights from all of them, while the others wait in another
 call: then none can go on, for as long as a collective may take. So a thread of each process looks where its main thread
-is, and a process that has waited in one call for a while tells the others. One that loads data waits in none.
+is, and a process that has waited in one call for a while tells the others. One that loads data waits in none. In a
+backward pass DDP waits where no call is seen: a process that uses no CPU time there waits, unless it uses a GPU.
 """
 
 import contextlib
@@ -29,6 +30,8 @@ FUNCTIONAL = "_c10d_functional."  # torch's operators of tensor parallelism
 FSDP = "torch.distributed.fsdp._fully_shard."  # it waits in the functions that start a block's passes
 ZERO = "deepspeed.runtime.zero."  # it waits in a handle, in a function that DeepSpeed wraps
 BETWEEN_TWO = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")  # these may differ
+BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
+IDLE = 0.05  # of the time between two looks: a process that computes for less waits
 CALL = "call of "  # begins the name of a call that moves no data, see rank_sync.py
 looking = False
 
@@ -113,8 +116,9 @@ def watch(end: Callable[[], object]) -> None:
         threading.Thread(target=look, args=(end,), daemon=True).start()
 
 
-def waits_in() -> tuple[object, str]:
-    """(the call in which the main thread waits for the others, its name), or (None, "")."""
+def waits_in(idle: bool = False) -> tuple[object, str]:
+    """(the call in which the main thread waits for the others, its name), or (None, ""). idle: this process computes
+    nothing."""
     if call := waits:
         return call, CALL + call.split("/")[1]
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -132,14 +136,19 @@ def waits_in() -> tuple[object, str]:
         return frame, str(frame.f_locals["self"])
     if module == "deepspeed.utils.nvtx" and caller and caller[0].startswith(ZERO) and caller[1] == "wait":
         return frame, "wait"
+    if idle and (module, name) == BACKWARD:
+        return frame, "backward"
     return None, ""
 
 
 def look(end: Callable[[], object]) -> None:
-    before, since, told, seen = None, 0.0, False, 0
+    import torch
+
+    before, since, told, seen, used = None, 0.0, False, 0, time.process_time()
     while launcher.is_distributed():
         time.sleep(LOOKS)
-        call, name = waits_in()
+        used, earlier = time.process_time(), used
+        call, name = waits_in(used - earlier < IDLE * LOOKS and not torch.cuda.is_initialized())
         with contextlib.suppress(RuntimeError):  # the main process has ended, which serves the store
             if call is None or call != before:  # a frame is equal to itself alone, as long as it is held here
                 if told:

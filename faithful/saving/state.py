@@ -73,6 +73,8 @@ class RunState:
             for optimizer in prepared.optimizers or [None]:
                 held = self.backend.tensors(strategy, prepared.model, optimizer)
                 parts |= {tensor_keys.of_model(index) + name: tensor for name, tensor in held.items()}
+            if order := strategy.order(prepared.model):
+                parts[f"order/{index}"] = torch.tensor(order)
         tensors = {}  # those in the JSON values
         groups = [numbers_of_groups(strategy.torch_optimizer(optimizer)) for optimizer in self.optimizers]
         rest = [rest_of(strategy, optimizer, models) for optimizer in self.optimizers]
@@ -140,6 +142,9 @@ class RunState:
                 saved = [checkpoints.tensors_of(folder, other, tensor_keys.of_model(index)) for other in others]
             for optimizer in prepared.optimizers or [None]:
                 backend.restore(strategy, prepared.model, optimizer, saved)
+            if f"order/{index}" in first:
+                with loading(folder, "the order of gradients"):
+                    strategy.restore_order(prepared.model, first[f"order/{index}"].long().flatten().tolist())
         for optimizer, saved in zip(inner, optimizers, strict=False):
             with loading(folder, "the optimizer"):
                 restore_rest(optimizer, saved)

@@ -6,6 +6,7 @@ model gets its weights as `accelerator.get_state_dict` returns them.
 """
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -84,15 +85,13 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
     prepared, get_state_dict = (held[0](), held[1]()) if held else (None, None)
     if prepared is None or get_state_dict is None or any(prepared.model is model for model in hold_whole):
         return type(self).save_pretrained(self, *args, **kwargs)
-    if kwargs.get("state_dict") is not None:
-        if not kwargs["state_dict"]:  # what get_state_dict returns on the other processes: these write nothing
-            if not hasattr(self, "get_prompt_embedding_to_save"):
-                return None
-            kwargs |= {"state_dict": self.state_dict(), "is_main_process": False}  # peft computes with weights here
+    given = kwargs.get("state_dict")
+    if given and not hasattr(self, "get_prompt_embedding_to_save"):
         with WholeTensors("save_pretrained"):
             return type(self).save_pretrained(self, *args, **kwargs)
-    weights = get_state_dict(prepared.model)
-    if not weights:
+    # peft computes the prompts that it saves with the weights in the model
+    weights = get_state_dict(prepared.model) if given is None else given
+    if not weights:  # on the other processes: these write nothing
         return None
     with inside(prepared.model, weights):
         return type(self).save_pretrained(self, *args, **kwargs)
@@ -101,22 +100,29 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Replaces the model's parameters by `weights`, {name: tensor}. Parameters that modules share stay shared. Modules
-    that FSDP2 shards get back their own class: diffusers writes its name."""
-    own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model)}
+    that FSDP2 shards get back their own class: diffusers writes its name. They compute as torch's do, without hooks."""
+    modules = list(unwrapped(model).modules())
+    own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model) if name in weights}
     whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
     places = [
         (module, name, parameter)
-        for module in unwrapped(model).modules()
+        for module in modules
         for name, parameter in module._parameters.items()
-        if parameter is not None
+        if id(parameter) in whole
     ]
-    classes = [(module, type(module)) for module in unwrapped(model).modules() if isinstance(module, FSDPModule)]
-    coded = [module for module in unwrapped(model).modules() if hasattr(module, "true_weight")]  # amp8's layers
+    linear = [module for module in modules if isinstance(module, nn.Linear) and "forward" not in vars(module)]
+    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in modules]
+    classes = [(module, type(module)) for module in modules if isinstance(module, FSDPModule)]
+    coded = [module for module in modules if hasattr(module, "true_weight")]  # amp8's layers
     try:
         for module in coded:  # not what it makes of its codes, which under FSDP2 is a shard
             module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)
+        for module in linear:
+            module.forward = MethodType(nn.Linear.forward, module)
+        for module in modules:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
         for module, kind in classes:
-            module.__class__ = kind.__bases__[1]
+            module.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
         for module, name, parameter in places:
             module._parameters[name] = whole[id(parameter)]
         hold_whole.append(model)
@@ -127,5 +133,9 @@ def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
             module.__class__ = kind
         for module in coded:
             del module._save_to_state_dict
+        for module in linear:
+            del module.forward
+        for module, before, after in hooks:
+            module._forward_pre_hooks, module._forward_hooks = before, after
         for module, name, parameter in places:
             module._parameters[name] = parameter

@@ -239,6 +239,13 @@ class Strategy:
         if optimizer is not None:
             load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), saved)
 
+    def order(self, model: nn.Module) -> list[int]:
+        """Numbers of the parameters in the order in which their gradients are summed, where it is not fixed."""
+        return []
+
+    def restore_order(self, model: nn.Module, order: list[int]) -> None:
+        """Sums gradients in the order that `order` returned in the run that is resumed. Every process calls it."""
+
     def full_state(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
         return None
@@ -300,12 +307,16 @@ def needs_whole_model(error: str) -> Refused | None:
     )
 
 
+UNKNOWN_TO_SHARDS = ("unbind along the sharded dimension", "not supported with DTensor", "no valid sharding strategy")
+
+
 def mixes_shards(error: str) -> Refused | None:
     """A Refused for torch's errors where DTensors and whole tensors meet in one operation, or where an operation in
     place would have to put the shards together; else None."""
-    if "unbind along the sharded dimension" in error or "not supported with DTensor" in error:
+    if any(said in error for said in UNKNOWN_TO_SHARDS):
         return Refused(
-            f"the script uses a sharded tensor in a way that torch's shards do not have ({error.partition('.')[0]}): "
+            "the script uses a sharded tensor in a way that torch's shards do not have "
+            f"({error.partition(':')[0].partition('. ')[0]}): "
             "read it by an index, as weight[i], or use a ddp config"
         )
     if "in-place operations that require placement changes" in error:

@@ -55,6 +55,20 @@ class DDP(Strategy):
             build_reducer(model)
             model.averaged = now  # pyrefly: ignore[bad-argument-type]
 
+    def order(self, model: nn.Module) -> list[int]:
+        if not isinstance(model, DistributedDataParallel):
+            return []
+        model.logger.set_runtime_stats_and_log()  # pyrefly: ignore[missing-attribute]
+        said = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))  # such as "4 3, 2 1 0"
+        found = [int(number) for number in said.replace(",", " ").split()]
+        before = getattr(model, "summed_in", None) or range(len(found))
+        return [before[number] for number in found]
+
+    def restore_order(self, model: nn.Module, order: list[int]) -> None:
+        """DDP sums in one order before its first backward pass, and from then on in the one in which gradients came."""
+        if isinstance(model, DistributedDataParallel):
+            build_reducer(model, order)
+
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Looks before the processes exchange anything else whether this one's gradients are averaged."""
         if isinstance(model, DistributedDataParallel):
@@ -75,11 +89,17 @@ def trainable(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in model.parameters() if parameter.requires_grad}
 
 
-def build_reducer(model: DistributedDataParallel) -> None:
+def build_reducer(model: DistributedDataParallel, order: list[int] | None = None) -> None:
     """Builds DDP's reducer for the parameters that are trainable now, as DDP does for a model from a pickle. Every
-    process calls it before the same forward pass, as each of them has to average the same gradients."""
+    process calls it before the same forward pass, as each of them has to average the same gradients. order: of the
+    gradients in its buckets, as `DDP.order` found it; else that of the next backward pass."""
     model.reducer._remove_autograd_hooks()
     parameters, sparse = model._build_params_for_reducer()
+    if not order or sorted(order) != [*range(len(parameters))]:  # others are trainable now
+        order = None
+    else:
+        parameters, sparse = [parameters[at] for at in order], [sparse[at] for at in order]
+    model.summed_in = order  # pyrefly: ignore[bad-argument-type]
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)
     for hook, state in model._comm_hooks:
@@ -88,3 +108,6 @@ def build_reducer(model: DistributedDataParallel) -> None:
         model._static_graph_delay_allreduce_enqueued = False
         model.reducer._set_static_graph()
         model.logger._set_static_graph()  # pyrefly: ignore[missing-attribute]
+    if order:
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()

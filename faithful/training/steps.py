@@ -8,7 +8,8 @@ passes they have had is their own.
 On a GPU the host does not wait for these numbers, which would leave the device without work until the update is
 launched. An optimizer that can leave its update out is told on the device whether the norm is finite (`masked`), and
 the host reads the numbers before the next update, when the device has another step to do. So between a norm that is not
-finite and the end of the run nothing is updated. A loss that is not finite makes the gradients NaN, on all processes.
+finite and the end of the run nothing is updated. A loss that is not finite makes the gradients NaN, on all processes:
+where the norm is finite, the script has given these gradients up itself, and goes on.
 """
 
 import math
@@ -166,10 +167,13 @@ class Steps:
         if of_all:
             self.agree(rows, checked)
         means = [total / count for total, count, *_ in rows if count]
-        self.loss = sum(means) / max(1, len(means))
+        if math.isfinite(self.norm):  # so the script has given up the gradients of a loss that is not finite
+            means = [mean for mean in means if math.isfinite(mean)]
         finite = all(map(math.isfinite, means))
+        loss = sum(means) / max(1, len(means))
+        self.loss = loss if means else self.loss
         if finite and math.isfinite(self.norm):
-            self.point = (self.taken + 1, self.loss) if of_all and counts else self.point
+            self.point = (self.taken + 1, loss) if of_all and counts and means else self.point
             return
         if finite and scaler is not None and scaler.get_scale() > SMALLEST_SCALE:
             return  # it skips the step and lowers the scale

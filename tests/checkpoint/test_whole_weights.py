@@ -251,20 +251,45 @@ accelerator.prepare(*models, optimizer)
     assert log.count("refused: one optimizer updates two models") == 1 and "Traceback" not in log
 
 
-@pytest.mark.parametrize("config", ["fsdp_bf16", "zero2_bf16"])
+@pytest.mark.parametrize(
+    "config",
+    ["fsdp_bf16", "zero2_bf16", "fsdp_fp8_msamp_o2"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16", "fsdp_fp8", "ddp_fp8_msamp_o3")],
+)
 def test_peft_computes_its_prompts_from_whole_weights(tmp_path, config):
     """p-tuning's `save_pretrained` runs its encoder, with `state_dict` too, which only the main process has."""
-    pytest.importorskip("peft", reason="not installed: peft")
     run(tmp_path, """
-from peft import PromptEncoderConfig, get_peft_model
+class Prompts(torch.nn.Module):  # what peft's have
+    def __init__(self):
+        super().__init__()
+        self.base, self.encoder = llama(), torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 32))
+        self.base.model.embed_tokens.requires_grad_(False)
 
-options = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
-model, *_ = trained(get_peft_model(llama(), options))
-weights = accelerator.get_state_dict(model)
-accelerator.unwrap_model(model).save_pretrained(f"{folder}/saved", state_dict=weights)
+    def forward(self, input_ids, labels):
+        embeddings = self.base.model.embed_tokens(input_ids) + self.encoder(torch.arange(16)).mean(0)
+        return self.base(inputs_embeds=embeddings, labels=labels)
+
+    def get_prompt_embedding_to_save(self):
+        return self.encoder(torch.arange(16)).detach()
+
+    def save_pretrained(self, folder, state_dict=None, is_main_process=True):
+        prompts = self.get_prompt_embedding_to_save()
+        if is_main_process:
+            torch.save(prompts, f"{folder}.pt")
+
+
+model, optimizer, tokens = trained(Prompts())
+weights, main = accelerator.get_state_dict(model), accelerator.is_main_process
+accelerator.unwrap_model(model).save_pretrained(f"{folder}/given", state_dict=weights, is_main_process=main)
+accelerator.unwrap_model(model).save_pretrained(f"{folder}/found", is_main_process=main)
+accelerator.save_model(model, f"{folder}/weights")
+step(model, optimizer, tokens)  # it is what it was before
 """, config)  # fmt: skip
-    [saved] = load_file(tmp_path / config / "saved" / "adapter_model.safetensors").values()
-    assert saved.shape == (4, 32) and saved.isfinite().all() and saved.abs().sum() > 0
+    weights = load_file(tmp_path / config / "weights" / "model.safetensors")
+    prompts = weights["encoder.0.weight"] @ weights["encoder.1.weight"].t() + weights["encoder.1.bias"]
+    for name in ("given", "found"):
+        saved = torch.load(tmp_path / config / f"{name}.pt")
+        assert saved.dtype == torch.float32 and (saved - prompts).abs().max() < 1e-5
 
 
 def test_ddps_no_sync_is_refused_where_deepspeed_has_none(tmp_path):

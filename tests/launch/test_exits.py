@@ -300,6 +300,15 @@ def test_without_a_rank_two_processes_are_refused(end):
     [
         ({0: 1, 1: -9}, (137, "rank 1 was ended by SIGKILL, perhaps because memory ran out")),
         ({0: -11, 1: 1}, (139, "rank 0 was ended by SIGSEGV")),
+        (
+            {0: 1, 1: -6},
+            (
+                134,
+                "rank 1 was ended by SIGABRT, perhaps because it made another collective call than the "
+                "other processes, or used other parts of the model: use each part in every process, if need be times 0, or "
+                "a ddp config with find_unused_parameters",
+            ),
+        ),
         ({0: -15, 1: 1}, (143, "rank 0 was ended by SIGTERM")),  # torch ends the others by it: then the first counts
         ({0: 2, 1: 1}, (2, "rank 0 ended with exit code 2")),
     ],

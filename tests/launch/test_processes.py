@@ -489,6 +489,30 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
     assert record(tmp_path / "run")["error"] == line[7:]
 
 
+def test_a_process_that_waits_in_a_backward_pass_is_seen(tmp_path):
+    """Process 0 alone uses a part of the model, whose gradient DDP averages there; process 1 is in another call."""
+
+    def script():
+        from faithful import Accelerator
+        from faithful.launch import rank_sync
+
+        rank_sync.LOOKS, rank_sync.STANDS = 0.1, 1
+        accelerator = Accelerator(project_dir=sys.argv[2])
+        two = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(2))
+        two.forward = lambda x, parts: sum(two[part](x).sum() for part in parts)
+        model, optimizer = accelerator.prepare(two, torch.optim.SGD(two.parameters(), 0.1))
+        for parts in ((0, 1), (0, 1) if accelerator.is_main_process else (0,)):
+            accelerator.backward(model(torch.ones(1, 512), parts))
+            if accelerator.is_main_process or len(parts) == 2:
+                optimizer.step()
+        accelerator.wait_for_everyone()
+
+    ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "run")], script=script)
+    assert ranks.wait(60) == [1, 1], ranks.text()
+    [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
+    assert "rank 0 is in _engine_run_backward" in line and "; rank 1 waits in barrier" in line
+
+
 @pytest.mark.slow
 def test_stuck_launches_end_and_leave_nothing_behind(tmp_path):
     """A process that somebody has stopped goes on, and stops with a checkpoint; a collective alone has an end."""

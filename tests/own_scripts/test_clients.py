@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from conftest import CONFIGS, ROOT, Ranks, distance, edited, launched, record, train
+from reports import best_is_saved, keeps_the_best
 from safetensors.torch import load_file
 
 from faithful import __main__ as door
@@ -171,29 +171,6 @@ def test_the_recorded_loss_of_accumulated_micro_batches_is_the_trainers(tmp_path
     assert curve and [loss for _, loss in curve] == pytest.approx([losses[step] for step, _ in curve], rel=1e-4)
 
 
-def keeps_the_best(folder):
-    """What a rank runs: the Trainer, whose first checkpoint is the best."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
-    door.take_its_place()
-    set_seed(0)
-    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, **sizes))
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (16, 8))]
-    score = itertools.count()
-    arguments = TrainingArguments(
-        str(folder / "out"), max_steps=2, save_steps=1, eval_steps=1, eval_strategy="steps", save_strategy="steps",
-        learning_rate=0.1, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
-        report_to=[], disable_tqdm=True,
-    )  # fmt: skip
-    score_of = lambda _: {"score": -next(score)}  # noqa: E731
-    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=score_of)
-    trainer.train()
-    trainer.save_model()
-    whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
-    torch.save(whole, folder / f"rank{trainer.accelerator.process_index}.pt")
-
-
 @there("transformers")
 @pytest.mark.parametrize("config", ["fsdp_bf16", "tp_bf16", "fsdp_fp8_msamp_o2"])
 def test_the_trainer_loads_the_best_model_and_saves_it_for_its_library(tmp_path, config):
@@ -202,6 +179,7 @@ def test_the_trainer_loads_the_best_model_and_saves_it_for_its_library(tmp_path,
     train(config, tmp_path / "run", script=functools.partial(keeps_the_best, tmp_path))
     first, last = (load_file(tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2))
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert not best_is_saved(tmp_path)
     assert saved.keys() == first.keys() and (tmp_path / "out" / "checkpoint-1" / "config.json").is_file()
     for name, weight in first.items():
         assert saved[name].equal(weight) and not last[name].equal(weight), name

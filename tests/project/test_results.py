@@ -145,3 +145,28 @@ def test_compare_finds_the_planted_fault():
     assert found["config"] == "single_fp8_te_nvfp4" and found["measures"]["eval_loss"]["kind"] == "higher"
     page = (ROOT / "docs" / "four_bits.md").read_text()
     assert f"[{found['measures']['eval_loss']['verdict']}](../results/planted/report.md)" in page
+
+
+def test_every_config_trains_and_resumes_with_each_number_of_processes_or_is_refused():
+    found = result("grid")
+    cells = {(row["config"], row["processes"]): row for row in found["cells"]}
+    names = [path.stem for path in (ROOT / "accelerate_configs").glob("*.yml")]
+    wanted = {(name, n) for name in names for n in ((1,) if name.startswith("single") else (1, 2, 3, 4))}
+    assert cells.keys() == wanted and {row["outcome"] for row in cells.values()} == {"trains", "refused"}
+    trained = [row for row in cells.values() if row["outcome"] == "trains"]
+    assert all(row["resumed"] and row["furthest"] <= row["bound"] for row in trained) and len(trained) > 150
+    # a wrong training is off by more than all configs of 16 bit and more may be
+    exact = [row["bound"] for row in trained if "fp8" not in row["config"]]
+    assert max(exact) < 0.008 < min(found["mistakes"].values())
+
+
+def test_scripts_of_public_reports_train_rightly_or_are_refused():
+    cells = result("reports")["cells"]
+    assert len({row["config"] for row in cells}) == 12 and len({row["name"] for row in cells}) == 32
+    assert len(cells) == 12 * 32 and not [row for row in cells if row["outcome"] == "wrong"]
+    failed = {(row["config"].split("_")[0], row["name"].split()[0]) for row in cells if row["outcome"] == "failed"}
+    assert failed <= {(strategy, "partial") for strategy in ("fsdp", "hsdp", "zero1", "zero2")} | NAN_UNDER_ZERO
+
+
+# a step with an infinite loss that the script gives up itself: the next one is stopped
+NAN_UNDER_ZERO = {(f"zero{stage}", "nanguard") for stage in (1, 2, 3)}

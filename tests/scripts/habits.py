@@ -5,6 +5,7 @@ A row is a function of (moment, run). Moments: `built`, before `prepare`; `prepa
 returns. What they read of it goes to `run.seen`.
 """
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -211,11 +212,11 @@ def penalty(moment, run):
         run.loss = run.loss + 0.1 * sum(parameter.float().square().sum() for parameter in run.model.parameters())
 
 
-def another_pass(give_up=lambda run: None):
+def another_pass(give_up=lambda run: None, factor=-2.0):
     """A backward pass before the step's own, of a loss that would turn its gradient round."""
 
     def row(run):
-        run.backward(-2 * run.loss_of())
+        run.backward(factor * run.loss_of())
         give_up(run)
 
     return row
@@ -264,11 +265,13 @@ ROWS = {
     "optimizer.zero_grad gives up": at("begun")(another_pass(lambda run: run.optimizer.zero_grad())),
     "model.zero_grad gives up": at("begun")(another_pass(lambda run: run.prepared.zero_grad())),
     "p.grad = None gives up": at("begun")(another_pass(set_all_to_none)),
+    "an infinite loss is given up": at("begun", steps=(1, 2))(another_pass(lambda run: run.prepared.zero_grad(), math.inf)),
 }  # fmt: skip
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward"}  # rows for Net alone
 WITHOUT_EFFECT = {  # on the weights, which in torch are those of training without the row, or nearly
     "nothing", "p.grad is read", "model.eval()", "a block in eval()", "dtypes of inputs and outputs", "model.bfloat16() before prepare",
     "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
+    "an infinite loss is given up",
 }  # fmt: skip
 
 

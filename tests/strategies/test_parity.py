@@ -53,3 +53,14 @@ def test_fp32_adamw_agrees_with_one_process(tmp_path, config):
         assert evidence["bytes_per_parameter"] == {
             "weight": 4.0, "gradient": 4.0, "master": 0.0, "optimizer": 8.0, "total": 16.0
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config", ["ddp_fp32", *(pytest.param(f"ddp_fp8_msamp_o{n}", marks=pytest.mark.slow) for n in (2, 3))]
+)
+def test_three_processes_resume_bit_for_bit(tmp_path, config):
+    """They sum gradients in another order before DDP has seen in which one they come. Two numbers have one sum."""
+    words = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, *batches(4, 1))
+    whole = train(config, tmp_path / "whole", *words, processes=3)
+    part = train(config, tmp_path / "part", *words, "--resume_from_checkpoint", whole / "checkpoint-2", processes=3)
+    assert distance(whole, part) == 0 and metrics(part) == metrics(whole)[2:]

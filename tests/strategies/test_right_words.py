@@ -85,6 +85,10 @@ def script(what):
         if what in ("parts", "parts_found") and accelerator.process_index and step:
             tower = None
         loss = (model(ids, tower).float() - ids.view(-1, 1) / 64).square().mean()
+        if what == "orthogonal":  # as AdaLoRA asks of its parts
+            weight = accelerator.unwrap_model(model).blocks[0].linear.weight
+            square = weight @ weight.T
+            loss = loss + (square - torch.eye(*square.size(), out=torch.empty_like(square))).square().mean()
         if what == "by_hand":
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
@@ -125,6 +129,8 @@ ROWS = [
     ("fsdp_bf16", "averaged", COPY),
     ("zero2_bf16", "averaged", COPY),
     ("zero3_bf16", "averaged", COPY),
+    ("ddp_fp32", "orthogonal", TRAINS),
+    ("fsdp_fp32", "orthogonal", "that torch's shards do not have (aten.eye"),
     ("zero2_bf16", "loss", "1 tensors that are not in the model"),
 ]
 QUICK = {("ddp_fp32", "parts"), ("ddp_fp32", "twice"), ("fsdp_bf16", "tied_blocks"), ("zero2_bf16", "island")}

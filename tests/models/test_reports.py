@@ -1,0 +1,13 @@
+"""Scripts of public reports train what plain torch trains, or are refused in one line; results/reports.json has more."""
+
+import pytest
+from reports import outcomes
+
+QUICK = ["two_backwards", "discard clip", "partial swap", "head_read custom", "tied rename", "native tp_size"]
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", pytest.param("zero2_bf16", marks=pytest.mark.slow)])
+def test_a_script_of_a_report_is_right_or_refused(tmp_path, config):
+    found = list(outcomes(QUICK, config, tmp_path))
+    assert [row["name"] for row in found] == QUICK
+    assert {row["outcome"] for row in found} <= {"right", "refused"}, found
