@@ -114,7 +114,8 @@ class Record:
         """Begins the record of a run that starts at `step`. Where there are several machines, every process calls it.
         Raises Refused if another run is writing to the folder."""
         if not self.main:
-            self.begin(resumed, together=True)
+            with self.writing("run.json"):  # of the main process: a disk that cannot be read is seen at the next save
+                self.begin(resumed, together=True)
             self.opened = True
             return
         if (file := settings.tell_folder()) and (self.folder == self.project or not Path(file).exists()):
