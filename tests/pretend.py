@@ -13,8 +13,10 @@ CUDA's rules only those written below are known. What a card could still refuse,
 - NCCL is gloo, and each collective is waited for at once. An order of collectives or of communicators that hangs NCCL
   is not seen. A lost process is an error in Python here, where NCCL waits or aborts. Runs have up to four processes:
   what is different with eight is not seen.
-- Compiled code: `torch.compile` hands the function back. Graph breaks, too many recompilations and a missing C compiler
-  are not seen. Triton's kernels are replaced by the functions that say what they compute.
+- Compiled code: a block is traced by torch's own compiler at its first call, forward and backward in one graph each,
+  with tensors without values, which must not fail. What runs is the function as it is. Blocks under FSDP2 and other
+  compiled functions are not traced, recompilations and a missing C compiler are not seen. Triton's kernels are replaced by the functions that
+  say what they compute.
 - Kernels are the CPU's: the same bits in every run, no TF32, and torch's plain attention, so nothing is learned about
   which attention kernel a card would take or refuse. Random numbers are the CPU's too; `torch.cuda.manual_seed` and
   `set_rng_state` do nothing.
@@ -43,6 +45,7 @@ import tempfile
 import traceback
 import types
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,11 +86,11 @@ DRIVER = driver()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch._meta_registrations import _check_scaled_mm_sizes  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from torch.utils.data._utils import pin_memory as data_pinning  # noqa: E402
 
 CPU, FP8, E8M0 = torch.device("cpu"), (torch.float8_e4m3fn, torch.float8_e5m2), torch.float8_e8m0fnu
@@ -116,6 +119,7 @@ class Current:
 
 
 current = Current()
+real_compile = torch.compile
 
 
 # ---------------------------------------------------------------------------------------------------------- the tensor
@@ -460,7 +464,8 @@ def nothing_yet():
     operators and compiled functions read from the device's memory and write to it. turned: bytes of copies in which
     another dimension becomes the innermost, as in a matrix's transpose, which torch makes at a tenth of the memory's
     rate. behind: waits for what was asked of the device in an earlier step; the device has work meanwhile."""
-    return {"launches": 0, "in_compiled": 0, "compiled": 0, "bytes": 0, "turned": 0, "waits": [], "behind": []}
+    return {"launches": 0, "in_compiled": 0, "compiled": 0, "bytes": 0, "turned": 0, "waits": [], "behind": [],
+            "traced": []}  # fmt: skip
 
 
 steps = [nothing_yet()]  # from one optimizer step to the next; the last one is the one in progress
@@ -709,6 +714,8 @@ def wear(capability=(9, 0), name="NVIDIA H100 (pretended)", count=8, utilization
         dist.Logger: {"set_runtime_stats_and_log": nothing},
     }.items():  # fmt: skip
         for key, value in names.items():
+            if getattr(value, "__name__", "") == "<lambda>":  # Dynamo wants another object for each name
+                value = types.FunctionType(value.__code__, value.__globals__, key, None, value.__closure__)
             setattr(module, key, value)
     replace_kernels()
     c10d.Backend._ensure_backend_registered("nccl")
@@ -747,8 +754,14 @@ def compile(function=None, **options):
     if isinstance(function, torch.nn.Module):
         return function
 
+    block = getattr(function, "__self__", None)
+
     @functools.wraps(function)
     def call(*args, **kwargs):
+        alone = isinstance(block, torch.nn.Module) and not hasattr(block, "unshard")  # FSDP2 gathers on the way
+        if alone and type(block) not in traced_kinds and torch.is_grad_enabled():
+            traced_kinds.add(type(block))
+            trace(function, block, args, kwargs)
         compiled.append(Traffic((args, kwargs)))
         try:
             out = function(*args, **kwargs)
@@ -760,6 +773,60 @@ def compile(function=None, **options):
         return out
 
     return call
+
+
+traced_kinds = set()  # of blocks, each in a process once: they share their code
+real_kernels = {}  # what `replace_kernels` has replaced, by name
+
+
+@contextlib.contextmanager
+def as_compiled():
+    """amp8's own kernels are there, and Triton compiles for an H100."""
+    from amp8 import kernels
+
+    if kernels.HAS_TRITON:
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+
+        h100 = GPUTarget("cuda", 90, 32)
+        driver.set_active(types.SimpleNamespace(get_current_target=lambda: h100, get_current_device=lambda: 0))
+    with mock.patch.multiple(kernels, **real_kernels):
+        yield
+
+
+def trace(function, block, args, kwargs):
+    """Traces a block's forward and backward pass with torch's own compiler, in one graph, with tensors that say cuda and
+    have no values, in the place of the block's own. An exception is one that a GPU would raise."""
+    fakes, put_back = {}, []
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(leaf):
+        if not isinstance(leaf, CudaTensor):
+            return leaf
+        if id(leaf) not in fakes:
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=CUDA)
+            made.requires_grad_(leaf.requires_grad)
+            fakes[id(leaf)] = (
+                torch.nn.Parameter(made, leaf.requires_grad) if getattr(leaf, "_is_param", False) else made
+            )
+        return fakes[id(leaf)]
+
+    with torch.utils._python_dispatch._disable_current_modes(), mode, as_compiled():
+        for module in block.modules():
+            for holder in (vars(module), module._parameters, module._buffers, getattr(module, "ports", {})):
+                for key, value in holder.items():
+                    if isinstance(value, CudaTensor):
+                        put_back.append((holder, key, value))
+                        holder[key] = fake(value)
+        try:
+            out = real_compile(function, fullgraph=True, backend="aot_eager")(
+                *tree_map(fake, args), **tree_map(fake, kwargs)
+            )
+            sum(leaf.float().sum() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)).backward()
+        finally:
+            for holder, key, value in put_back:
+                holder[key] = value
+    steps[-1]["traced"].append(type(block).__name__)
 
 
 def replace_kernels():
@@ -800,7 +867,7 @@ def replace_kernels():
         return torch.stack([tensor.float().square().sum() for tensor in codes])
 
     for function in (cast_delayed, adam, quantize_gradient, cast_weight, squares):
-        assert hasattr(kernels, function.__name__)
+        real_kernels[function.__name__] = getattr(kernels, function.__name__)
         setattr(kernels, function.__name__, compile(function))
 
 
