@@ -166,9 +166,7 @@ def test_scripts_of_public_reports_train_rightly_or_are_refused():
     cells = result("reports")["cells"]
     assert len({row["config"] for row in cells}) == 12 and len({row["name"] for row in cells}) == 32
     assert len(cells) == 12 * 32 and not [row for row in cells if row["outcome"] == "wrong"]
-    failed = {(row["config"].split("_")[0], row["name"].split()[0]) for row in cells if row["outcome"] == "failed"}
-    assert failed <= {(strategy, "partial") for strategy in ("fsdp", "hsdp", "zero1", "zero2")} | NAN_UNDER_ZERO
-
-
-# a step with an infinite loss that the script gives up itself: the next one is stopped
-NAN_UNDER_ZERO = {(f"zero{stage}", "nanguard") for stage in (1, 2, 3)}
+    # Under FSDP2 and ZeRO gloo aborts a process that uses fewer parts of the model, or it waits for the others.
+    stopped = [row for row in cells if row["outcome"] in ("failed", "ended")]
+    assert {row["name"].split()[0] for row in stopped} == {"partial"}
+    assert not [row for row in stopped if row["config"] in ("single_bf16", "ddp_bf16", "single_fp8_msamp_o2")]
