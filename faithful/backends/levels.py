@@ -13,7 +13,7 @@ from torch import nn
 from faithful.backends.base import Backend
 from faithful.backends.linear import import_amp8, in_bf16, in_fp8, skipped_by_config, unlike_default
 from faithful.errors import Refused
-from faithful.strategies import STRATEGIES
+from faithful.strategies import STRATEGIES, guard
 from faithful.strategies.base import GradientsElsewhere, Saved, Strategy, parameter_ids, torch_optimizer
 from faithful.tensors.names import plain_names
 
@@ -53,6 +53,8 @@ class MSAMP(GradientsElsewhere, Backend):
         self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> list[tuple[str, str]]:
         """Converts the layers before DDP wraps the model. Under FSDP2 `after_prepare` converts the shards."""
+        if self.plan.level == "o3":  # a parameter's owner sends it as a flat piece
+            guard.make_contiguous(model)
         return [] if self.fully_sharded else self.initialize(model, optimizer)
 
     def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:

@@ -66,7 +66,8 @@ def script(what):
     accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=[kwargs])
     model, weight = built(what), nn.Parameter(torch.zeros(1))
     trained = [*model.parameters(), *([weight] if what == "loss" else [])]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
+    # MS-AMP's levels take no other
+    optimizer = torch.optim.AdamW(trained) if accelerator.plan.level else torch.optim.SGD(trained, lr=0.1)
     if what == "transformers_shards":
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.distributed import DistributedConfig
@@ -130,6 +131,7 @@ ROWS = [
     ("zero2_bf16", "averaged", COPY),
     ("zero3_bf16", "averaged", COPY),
     ("ddp_fp32", "orthogonal", TRAINS),
+    ("ddp_fp8_msamp_o3", "other_strides", TRAINS),
     ("fsdp_fp32", "orthogonal", "that torch's shards do not have (aten.eye"),
     ("zero2_bf16", "loss", "1 tensors that are not in the model"),
 ]
