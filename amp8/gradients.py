@@ -446,5 +446,6 @@ def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> t
     """The sum of squares of ordinary gradients, in fp32."""
     if not gradients:
         return 0.0
-    found = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
+    real = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+    found = torch._foreach_norm([gradient.detach().float() for gradient in real])
     return torch.stack([norm.to(device) for norm in found]).square().sum()

@@ -193,11 +193,14 @@ class FSDP(Strategy):
                 "a second derivative (create_graph=True, a gradient penalty) needs weights that "
                 f"{self.plan.strategy} has freed after the first backward pass: use a ddp config"
             )
-        unknown = r"attempting to run (\S+), this is not supported|(\S+) not implemented for 'Float8_e4m3fn'"
+        unknown = (
+            r"attempting to run (\S+), this is not supported|(\S+) not implemented for 'Float8_e4m3fn'|"
+            r"support floating point (conversion) for autocast w/ Float8TrainingTensor"
+        )
         if operation := re.search(unknown, error):  # of torchao's gathered weights, and of MS-AMP's levels
             return Refused(
                 f"the script computes with a weight that {self.plan.strategy} gathers in FP8, in a forward pass "
-                f"({operation[1] or operation[2]}): do it between steps, or use a bf16 config"
+                f"({next(filter(None, operation.groups()))}): do it between steps, or use a bf16 config"
             )
         if "appears to not have been used in the graph" in error or "assign a gradient with dtype" in error:
             return Refused(

@@ -410,6 +410,13 @@ def test_clip_is_the_global_norm_and_leaves_codes_alone():
     assert amp8.clip_grad_norm_(model[0].weight, 10.0) == pytest.approx((exact[0].norm() * 0.5 / norm).item(), rel=1e-4)
 
 
+def test_clip_counts_both_parts_of_complex_gradients():
+    plain = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+    plain.grad = torch.tensor([3 + 4j, 12j])
+    assert amp8.clip_grad_norm_([plain], 6.5) == 13
+    assert torch.allclose(plain.grad, torch.tensor([1.5 + 2j, 6j]))
+
+
 def test_clip_multiplies_all_at_once_as_one_after_the_other():
     """Bit for bit: gradients of two dtypes, and the scales of FP8 ones."""
     model, optimizer = start(net())
