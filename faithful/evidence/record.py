@@ -126,7 +126,7 @@ class Record:
             if resumed:
                 self.go_on(step)
         self.opened = True
-        if self.folder.is_dir():  # not before: a run that is refused leaves none
+        if os.path.isdir(self.folder):  # it may be out of reach; not before: a run that is refused leaves none
             print(f"record: {self.shown}", flush=True)
         with self.writing("metrics.jsonl"):
             self.begin_metrics(step)

@@ -11,3 +11,9 @@ def test_a_script_of_a_report_is_right_or_refused(tmp_path, config):
     found = list(outcomes(QUICK, config, tmp_path))
     assert [row["name"] for row in found] == QUICK
     assert {row["outcome"] for row in found} <= {"right", "refused"}, found
+
+
+@pytest.mark.parametrize("config", ["fsdp_bf16", "zero3_bf16"])
+def test_the_trainer_saves_and_keeps_its_best_model(tmp_path, config):
+    [found] = outcomes(["best_hf"], config, tmp_path)
+    assert found["outcome"] == "right", found

@@ -309,25 +309,3 @@ def test_only_processes_that_store_tensors_copy_them_to_the_host(tmp_path, confi
     train(config, tmp_path / "run", "--max_steps", 2, "--save_steps", 2, "--eval_steps", 0, before=count)
     counts = [tmp_path / f"copies{rank}" for rank in (0, 1)]
     assert [len(file.read_text()) if file.exists() else 0 for file in counts] == copies
-
-
-def test_the_norms_of_a_language_models_layers_are_compiled_once():
-    """A block's seven layers have three sizes, and lists of 16 begin anywhere in a block."""
-    from amp8 import compiled, gradients
-
-    graphs = []
-    layers = [(64, 64), (16, 64), (16, 64), (64, 64), (256, 64), (256, 64), (64, 256)] * 16
-    codes = [torch.ones(size).to(torch.float8_e4m3fn) for size in layers]
-    norms = torch.compile(
-        lambda part: torch.stack([tensor.float().square().sum() for tensor in part]),
-        dynamic=True,
-        backend=lambda graph, _: graphs.append(graph) or graph.forward,
-    )
-    for begin in range(0, len(codes), 16):
-        with compiled.sizes_apart():
-            assert torch.equal(norms(codes[begin : begin + 16]).sqrt(), gradients.norms(codes[begin : begin + 16]))
-    assert len(graphs) == 1
-    torch._dynamo.reset()
-    for begin in range(0, len(codes), 16):
-        norms(codes[begin : begin + 16])
-    assert len(graphs) > 3, "sizes_apart is not needed any more"

@@ -52,10 +52,10 @@ class Released(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         arguments = args, kwargs or {}
-        if func in SHAPES:
+        if func not in WITHOUT_VALUES and any(held_of(leaf) for leaf in _pytree.tree_leaves(arguments)):
+            if func not in SHAPES:
+                guard.refuse_released()
             arguments = _pytree.tree_map_only(Released, of_its_shape, arguments)
-        elif func not in WITHOUT_VALUES and any(held_of(leaf) for leaf in _pytree.tree_leaves(arguments)):
-            guard.refuse_released()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*arguments[0], **arguments[1])
 

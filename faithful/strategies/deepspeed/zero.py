@@ -550,11 +550,12 @@ def with_checkpoints_of_its_own(engine: "DeepSpeedEngine", held: Held) -> None:
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         held.take_weights()
-        with held.fragments.joined():
+        with held.working(), held.fragments.joined():
             return saves(*args, **kwargs)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        loaded = loads(*args, **kwargs)
+        with held.working():
+            loaded = loads(*args, **kwargs)
         held.fragments.loaded()
         return loaded
 
