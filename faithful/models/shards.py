@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from faithful import patches
@@ -45,13 +45,17 @@ def changes(name: str) -> bool:
 
 
 def changing(name: str) -> Callable[..., Any]:
-    """A method that changes a DTensor, unless torch has copied it out of another one."""
+    """A method that changes a DTensor, unless torch has copied it out of another one. `copy_` takes a whole tensor
+    too, the same on all processes: `load_state_dict` of whole weights."""
     method = getattr(torch.Tensor, name)
 
     @functools.wraps(method)
     def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:  # an optimizer does so several times for each weight
         if is_copy(self):
             refuse(name)
+        if name == "copy_" and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+            whole = args[0].to(self.device).expand(self.shape)
+            args = (distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None), *args[1:])
         return method(self, *args, **kwargs)
 
     return call

@@ -191,6 +191,17 @@ class Loaded(Case):
         model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
 
 
+class LoadedWhole(Case):
+    """The weights from before `prepare`."""
+
+    def before(self, model):
+        self.weights = {name: 0.5 * value.detach() for name, value in model.state_dict().items()}
+
+    def end(self, model, step):
+        if step == 1:
+            model.load_state_dict(self.weights)
+
+
 class GradientScaled(Case):
     accumulates = 2
 
@@ -261,7 +272,7 @@ CASES = {
     case.__name__: case
     for case in (
         HookBefore, HookAfter, HookWhileAccumulating, HookInPlace, HookRemoved, HookBetween, PostHookBefore,
-        PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, Loaded,
+        PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, Loaded, LoadedWhole,
         GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
     )
 }  # fmt: skip
