@@ -39,7 +39,6 @@ OF_REPORTS = ("single_bf16", "ddp_bf16", "fsdp_bf16", "hsdp_bf16", "zero1_bf16",
               "fsdp_fp8")  # fmt: skip
 STEPS, SAMPLES = 6, 12  # optimizer steps, and samples of each, over all processes
 TAILS = ("_ckpt", "_noreshard", "_offload", "_compile")  # of a config that computes what the one without does
-models.GPT_SIZES["llama_grid"] = ("llama", 64, 2, 4)
 
 
 def run(config, processes, folder, *options, micro=1):
@@ -161,6 +160,7 @@ def main():
     import deepspeed  # noqa: F401  once, and not in each rank
     import torchao  # noqa: F401
 
+    models.GPT_SIZES["llama_grid"] = ("llama", 64, 2, 4)  # for the forked ranks
     names = [path.stem for path in CONFIGS.glob("*.yml")]
     names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in args.configs)]
     file = ROOT / "results" / ("reports.json" if args.reports else "grid.json")
