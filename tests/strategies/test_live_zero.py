@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, train
+from conftest import CONFIGS, record, train
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -288,6 +288,24 @@ def gradients():
 @pytest.mark.parametrize("config", ["zero1_bf16", "zero2_bf16", "zero3_bf16", "zero3_bf16_offload"])
 def test_deepspeeds_function_gives_the_gradient_of_all_processes(tmp_path, config):
     train(config, tmp_path / "run", script=gradients)
+
+
+def gives_up():
+    """What a rank runs: a backward pass whose gradients it gives up, then that of the step."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, _, optimizer = prepared((), False, accelerator)
+    for factor in (1000.0, 1.0):
+        optimizer.zero_grad()
+        accelerator.backward(factor * model(torch.ones(8, WIDTH)).float().square().mean())
+    optimizer.step()
+    accelerator.end_training()
+
+
+def test_a_loss_that_is_given_up_is_not_in_the_record(tmp_path):
+    run = train("zero2_bf16", tmp_path / "run", script=gives_up)
+    torch.manual_seed(0)
+    [[step, loss], *_] = record(run)["seen"]["loss_curve"]
+    assert step == 1 and loss == pytest.approx(Model(())(torch.ones(8, WIDTH)).square().mean().item(), rel=0.05)
 
 
 def not_finite():

@@ -392,9 +392,13 @@ def of_deepspeed(folder, **sections):
     return folder / "file.yml"
 
 
-def test_a_users_file_lets_an_optimizer_be_tried(tmp_path):
+def test_a_users_file_lets_an_optimizer_be_tried(tmp_path, monkeypatch):
     config = of_deepspeed(tmp_path, zero_allow_untested_optimizer=True, train_micro_batch_size_per_gpu=4)
-    train(config, tmp_path / "run", script=functools.partial(with_optimizer, own.ClippedByLayer, None, False, 0.1))
+    script = functools.partial(with_optimizer, own.ClippedByLayer, None, False, 0.1)
+    monkeypatch.setenv("FAITHFUL_PROJECT_DIR", str(tmp_path / "run"))
+    train(config, tmp_path / "run", script=script)
+    (_, first), (_, last) = record(tmp_path / "run")["seen"]["loss_curve"]
+    assert last < first
 
 
 def with_trainer(folder, **options):

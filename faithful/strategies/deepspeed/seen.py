@@ -110,7 +110,7 @@ def get_status(parameter: Partitioned) -> Any:
 def set_status(parameter: Partitioned, status: Any) -> None:
     """DeepSpeed releases a parameter, or has gathered it."""
     vars(parameter)["ds_status"] = status
-    if "held" in vars(parameter):
+    if "held" in vars(parameter) and type(parameter) in (nn.Parameter, Released):  # no class of a package's own
         parameter.__class__ = Released if status.name == "NOT_AVAILABLE" else nn.Parameter
         if status.name == "AVAILABLE":
             parameter.gathered_at = parameter._version

@@ -225,6 +225,7 @@ class ZeRO(GradientsElsewhere, Strategy):
 
         def zero_grad(self: torch.optim.Optimizer, set_to_none: bool | None = None) -> None:
             if accelerator.sync_gradients:
+                accelerator.steps.losses.clear()  # as Optimizer.zero_grad does
                 held.drop_gradients()
 
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
