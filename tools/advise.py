@@ -5,9 +5,8 @@
 
 For every config with this number of devices it says whether the config can run (the rules of ./launch.sh check),
 whether it fits and how many bytes per parameter it holds (./launch.sh estimate), how many bytes it sends per step, and
-how it changed the loss, if a finished comparison (./launch.sh compare) says so, or else what the study of small models
-says of its precision (docs/study.md). It lists what nobody has measured. It never guesses speed: it uses the speeds of
-a comparison that ran on real hardware, or none.
+how it changed the loss, if a finished comparison (./launch.sh compare) says so. It lists what nobody has measured. It
+never guesses speed: it uses the speeds of a comparison that ran on real hardware, or none.
 
 It recommends the first of these that can run and fits with 25% to spare, because an estimate may be 25% off
 (results/estimate.json):
@@ -17,8 +16,7 @@ It recommends the first of these that can run and fits with 25% to spare, becaus
   3. the same with activation checkpointing
   4. FP8 whose loss the comparison calls equal or lower: what a GPU does not compute slower than bf16, then least memory
   5. offloading to the host
-  6. FP8 whose loss nobody has compared, with the command that compares it; what the study calls equal comes first,
-     what it calls worse last
+  6. FP8 whose loss nobody has compared, with the command that compares it
 """
 
 import argparse
@@ -36,12 +34,11 @@ from faithful.config.settings import Settings  # noqa: E402
 from faithful.disk import readers  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find, records, report, study  # noqa: E402
+from tools import cli, find, records, report  # noqa: E402
 from tools.estimate import estimates, memory_of, read_config, recipe_of  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
 HIGH = ("bf16", "fp16", "fp32")  # in this order, where all can run
-STUDY = {"equal": 0, "better": 0, "unknown": 1, None: 1, "worse": 2}  # its verdicts, the best first
 
 
 class Candidate(TypedDict):
@@ -53,8 +50,6 @@ class Candidate(TypedDict):
     states: int
     fits: bool
     loss: tuple[str | None, str]  # see `known_loss`
-    study: tuple[str | None, str]  # the verdict on `studied`
-    studied: list[dict[str, Any]]
     speed: float | None
     sent: float | None
 
@@ -103,7 +98,7 @@ def rank(config: Candidate) -> tuple[int, *tuple[float, ...]]:
         return (7, config["total"])
     if fp8:
         slow = bool(list(settings.fp8.rules.slower(settings)))
-        return (4, slow, config["total"]) if fine else (6, STUDY[config["study"][0]], slow, config["total"])
+        return (4 if fine else 6, slow, config["total"])
     group = 5 if settings.offload else 3 if settings.ckpt else 2
     precision = HIGH.index(settings.precision)
     return (
@@ -142,9 +137,7 @@ def reason(config: Candidate, memory: float) -> str:
     if group == 4:
         return f"{fits}, no config in high precision fits on the devices, and its loss is known: {config['loss'][1]}."
     if group == 6:
-        said = config["study"][1]
-        said = f" The study of small models says: {said}." if said else ""
-        return f"{fits}, and nothing in high precision fits. What it does to the loss nobody has measured here.{said}"
+        return f"{fits}, and nothing in high precision fits. What it does to the loss nobody has measured here."
     return f"{fits}, nothing else fits, and its loss is known to be worse: {config['loss'][1]}."
 
 
@@ -203,13 +196,11 @@ def main(argv: list[str]) -> int:
     memory, _, cpu = memory_of(args.memory)
     able: list[Candidate] = []
     parameters = 0
-    pretrained = "--pretrained" in options
     for name, sizes, count in estimates(wanted, recipe, options, memory, cpu):
         if isinstance(sizes, Refused):
             unable[name] = str(sizes)
             continue
         parameters = count
-        studied = study.of(wanted[name], Path(recipe).stem, pretrained)
         able.append(
             {
                 "name": name,
@@ -218,8 +209,6 @@ def main(argv: list[str]) -> int:
                 "states": sizes["states"],
                 "fits": sizes["fits"],
                 "loss": known_loss(comparison, name),
-                "study": study.verdict(studied),
-                "studied": studied,
                 "speed": measured_speed(comparison, name),
                 "sent": bytes_sent(wanted[name], count),
             }
@@ -255,13 +244,13 @@ def advise(
     if best not in spare:
         print(f"  It is tight: an estimate is off by up to {SPARE - 1:.0%}.")
     print(f"  {shlex.join([find.COMMAND, best['name'], *option, *words])}")
-    for line in unmeasured(best, able, parameters, comparison, [*option, *words]):
+    for line in unmeasured(best, able, comparison, [*option, *words]):
         print(f"  {line}")
     return 0
 
 
 def unmeasured(
-    best: Candidate, able: list[Candidate], parameters: int, comparison: dict[str, Any] | None, words: Iterable[str]
+    best: Candidate, able: list[Candidate], comparison: dict[str, Any] | None, words: Iterable[str]
 ) -> Iterator[str]:
     """What nobody has measured, one line each."""
     if comparison:
@@ -270,16 +259,14 @@ def unmeasured(
         }
         what = ", ".join([str(comparison["recipe"]), *(f"{key} {value}" for key, value in options.items())])
         yield f"The comparison was of {what}, on {comparison['device']}; of any other training it is a hint."
-    unknown = [config for config in able if config["asked"].precision == "fp8" and config["loss"][0] is None]
-    fp8 = [config["name"] for config in unknown]
+    fp8 = [config["name"] for config in able if config["asked"].precision == "fp8" and config["loss"][0] is None]
     if fp8:
         yield f"Nobody has measured what FP8 does to this loss: {', '.join(fp8)}."
         pair = (best["name"], fp8[0])
         if best["name"] in fp8:
             pair = (f"{best['asked'].strategy}_bf16", best["name"])
         yield f"  {find.COMMAND} compare {' '.join(pair)} -- {shlex.join(words)}"
-    if studied := [result for config in unknown if config["study"][1] for result in config["studied"]]:
-        yield study.distance(studied, parameters)
+        yield "What each precision did to the loss of small models: docs/study.md."
     if not any(config["speed"] for config in able):
         yield f"Nobody has measured the speed of any of them on these devices. There, {find.COMMAND} compare does."
 
@@ -300,8 +287,7 @@ def print_table(
         fits = "yes" if config in spare else "tight" if config in fitting else "no"
         per = f"{config['states'] / parameters:.2f}"
         sent = "not known" if config["sent"] is None else readable_bytes(config["sent"])
-        said = f"study: {config['study'][1]}" if config["loss"][0] is None and config["study"][1] else config["loss"][1]
-        rows.append([config["name"], fits, readable_bytes(config["total"]), per, sent, said])
+        rows.append([config["name"], fits, readable_bytes(config["total"]), per, sent, config["loss"][1]])
     for line in cli.columns(rows):
         print(f"  {line}")
     print("  state: weights, gradients, master weights and optimizer state, in bytes per parameter")

@@ -12,8 +12,7 @@ import torch
 from conftest import CONFIGS, ROOT
 from study import ABSENT, BASELINE, CONTROL, TASKS, WAYS
 
-from tools import advise, find
-from tools import study as of_study
+from tools import find
 
 DOCS = (ROOT / "docs" / "study.md").read_text()
 
@@ -268,45 +267,3 @@ def test_the_results_that_are_here():
     rows = {row["way"]: row for row in json.loads((study.RESULTS / "tensors.json").read_text())["rows"]}
     assert rows["o2_round_to_nearest"]["linear"]["along"] < 0.1 and rows["bf16_pure"]["linear"]["along"] < 0.1
     assert min(rows[way]["linear"]["along"] for way in ("o2", "bf16_stochastic")) > 0.9
-
-
-# -------------------------------------------------------------------------------------------------------------- advise
-
-
-@pytest.fixture
-def found(monkeypatch, tmp_path):
-    study.write(a_study(), [], tmp_path)
-    monkeypatch.setattr(of_study, "FILE", tmp_path / "summary.json")
-    of_study.read.cache_clear()
-    yield of_study
-    of_study.read.cache_clear()
-
-
-def test_a_config_finds_its_precision_in_the_study(found):
-    asked = advise.read_config(CONFIGS / "fsdp_fp8_msamp_o2.yml", 8)
-    assert found.verdict(found.of(asked, "gpt", False)) == ("equal", "equal (0% in words)")
-    kind, words = found.verdict(found.of(asked, "gpt", True))
-    assert kind == "worse" and words == "worse (-50.0% in finetune_1e-6)"
-    assert found.verdict(found.of(advise.read_config(CONFIGS / "ddp_fp8_te.yml", 8), "gpt", False)) == (None, "")
-    sentence = found.distance(found.of(asked, "gpt", False), 630_000_000)
-    assert "models of 1.5M parameters" in sentence and "630.0M, 420 times the largest" in sentence
-
-
-def test_advise_prefers_what_the_study_calls_equal_and_says_how_far_it_is(found, monkeypatch, capsys):
-    sizes = {"fsdp_fp8_ao_rowwise": 20, "fsdp_fp8_msamp_o2": 40}
-
-    def estimates(wanted, *_):
-        for name in wanted:
-            yield name, {"total": sizes[name] * 10**9, "states": 10**9, "fits": True}, 630_000_000
-
-    monkeypatch.setattr(advise, "estimates", estimates)
-    assert advise.main([*sizes, "--memory", "80GB", "--devices", "8", "--", "gpt"]) == 0
-    text = capsys.readouterr().out
-    assert "Recommended: fsdp_fp8_msamp_o2" in text and "The study of small models says: equal (0% in words)" in text
-    assert "420 times the largest of them" in text and "nobody has measured here" in text
-    found.read.cache_clear()
-    monkeypatch.setattr(of_study, "FILE", ROOT / "nowhere.json")
-    sizes["fsdp_fp8_compile"] = 30
-    advise.main([*sizes, "--memory", "80GB", "--devices", "8", "--", "gpt"])
-    said = "Recommended: fsdp_fp8_compile\n"
-    assert said in capsys.readouterr().out, "without a study the least memory of what is not slower than bf16"
