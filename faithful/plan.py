@@ -173,7 +173,7 @@ def variables_for_accelerate(settings: Settings) -> dict[str, str | None]:
         values["ACCELERATE_USE_FSDP"] = None
     if settings.strategy == "hsdp":
         values |= settings.mesh.environment()
-    if settings.deepspeed.replicates:
+    if settings.deepspeed.runs_as:
         values["ACCELERATE_USE_DEEPSPEED"] = None
     if settings.deepspeed.init:
         values["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"

@@ -5,7 +5,7 @@ import base64
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from faithful.config.schema import on, whole_number
@@ -39,6 +39,7 @@ class DeepSpeed:
     optimizer: str | None = None  # the type that the file names
     scheduler: str | None = None
     in_file: bool = False
+    trains_level: str | None = None  # of MS-AMP, which another strategy trains
 
     @property
     def offload(self) -> bool:
@@ -53,6 +54,21 @@ class DeepSpeed:
     def replicates(self) -> bool:
         """Whether this is stage 0 and nothing else, which DDP does."""
         return self.stage == 0 and not (self.in_file or self.clip or self.offload)
+
+    @property
+    def runs_as(self) -> str | None:
+        """The strategy that trains in its place, or None: DeepSpeed's engine does. It has masters of its own and
+        reduces `.grad` alone. O3 divides masters and moments over the processes of DDP, as MS-AMP's own ZeRO does
+        (arXiv:2310.18313, section 2.3); a level that is sharded divides them under FSDP2."""
+        if self.replicates:
+            return "ddp"
+        if self.trains_level is None:
+            return None
+        return "ddp" if self.trains_level == "o3" and self.stage != 3 else "fsdp"
+
+    def with_level(self, level: str) -> "DeepSpeed":
+        """The section of a run that trains one of MS-AMP's levels."""
+        return replace(self, trains_level=level, init=False, save_16bit=False)
 
 
 def parse(env: Mapping[str, str]) -> DeepSpeed:
@@ -104,6 +120,11 @@ def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
             "offloading to nvme: checkpoints here and the counts of run.json cannot reach what is there: set "
             "offload_optimizer_device and offload_param_device to cpu"
         )
+    if deepspeed.trains_level and (asks := of_the_engine(deepspeed)):
+        yield (
+            f"{', '.join(asks)}: only DeepSpeed's engine does it, and MS-AMP's {deepspeed.trains_level} runs as "
+            f"{deepspeed.runs_as}: leave it out, and clip in the script"
+        )
     if deepspeed.offload and deepspeed.stage == 1:
         yield "zero1 does not offload: use zero3_bf16_offload"
     if deepspeed.stage == 0 and not (deepspeed.replicates or deepspeed.problem):
@@ -115,7 +136,9 @@ def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
 
 def notes(deepspeed: DeepSpeed) -> Iterator[str]:
     """Yields what runs otherwise than the section's words say, with the same result."""
-    if deepspeed.replicates:
+    if deepspeed.trains_level:
+        yield of_level(deepspeed)
+    elif deepspeed.replicates:
         yield "zero_stage 0 partitions nothing: it runs as DDP"
     if deepspeed.save_16bit:
         yield "zero3_save_16bit_model: the weights are gathered and saved in fp32"
@@ -124,6 +147,25 @@ def notes(deepspeed: DeepSpeed) -> Iterator[str]:
             "the optimizer and the scheduler of deepspeed_config_file are for a script with DummyOptim and "
             "DummyScheduler"
         )
+
+
+def of_the_engine(deepspeed: DeepSpeed) -> list[str]:
+    """The settings that no other strategy has."""
+    asks = {
+        "gradient_clipping": deepspeed.clip, "offloading": deepspeed.offload, "optimizer": deepspeed.optimizer,
+        "scheduler": deepspeed.scheduler,
+    }  # fmt: skip
+    return [name for name, value in asks.items() if value]
+
+
+def of_level(deepspeed: DeepSpeed) -> str:
+    """The note of a run that trains one of MS-AMP's levels."""
+    said = f"zero_stage {deepspeed.stage} with MS-AMP's {deepspeed.trains_level} runs as"
+    if deepspeed.runs_as == "ddp":
+        return f"{said} ddp_fp8_msamp_o3, whose masters and moments are divided over the processes"
+    level = "o2, which FSDP2 shards" if deepspeed.trains_level == "o3" else f"{deepspeed.trains_level} under FSDP2"
+    kept = "" if deepspeed.stage == 3 else ", and keeps gathered weights until the backward pass"
+    return f"{said} {level}{kept}"
 
 
 def read(said: str) -> tuple[str | None, dict[str, Any]]:

@@ -179,7 +179,7 @@ class TorchAORules(BackendRules):
     def slower(self, settings: "Settings") -> Iterator[str]:
         if settings.compile or settings.level in MX:  # whose casts are kernels in any case, which nobody here has timed
             return
-        if settings.deepspeed.stage is not None:
+        if settings.deepspeed.runs_as is None and settings.deepspeed.stage is not None:
             use = f"use {settings.strategy}_bf16, as DeepSpeed compiles nothing"
         elif settings.strategy in ("single", "ddp", "fsdp"):
             use = f"use {settings.strategy}_fp8_compile"
@@ -305,19 +305,12 @@ class MSAMPRules(BackendRules):
         if settings.fsdp.ignored_modules:
             names = settings.fsdp.ignored_modules
             yield f"fsdp_ignored_modules {names}: MS-AMP's levels shard all weights: leave it out"
-        if settings.deepspeed.stage is not None and not settings.deepspeed.replicates:
-            shards_weights = settings.deepspeed.stage == 3
-            own = "" if shards_weights else ", or ddp_fp8_msamp_o3, which is what MS-AMP's own ZeRO was"
-            yield (
-                f"MS-AMP's levels do not combine with {strategy}: DeepSpeed keeps masters of its own and reduces .grad "
-                f"alone, not FP8 gradients: use fsdp_fp8_msamp_o2, which shards all of it{own}"
-            )
         if settings.sharded and settings.level == "o3":
             yield (
                 f"MS-AMP's o3 keeps a whole FP8 weight in each process, {strategy} shards it: use fsdp_fp8_msamp_o2, "
                 "where a process holds 6/N bytes per parameter, or ddp_fp8_msamp_o3"
             )
-        if settings.sharded and settings.offload:
+        if settings.fsdp.offload:
             yield (
                 f"MS-AMP's levels under {strategy} are not offloaded: FSDP2's offloading moves .grad to the host, and "
                 "FP8 gradients are no .grad: set fsdp_offload_params to false, or use fsdp_bf16_offload"

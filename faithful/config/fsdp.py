@@ -100,7 +100,9 @@ def as_version_2(fsdp: FSDP, env: Mapping[str, str]) -> dict[str, str | None]:
     if env.get("FSDP_STATE_DICT_TYPE") in ("LOCAL_STATE_DICT", "None"):
         names["FSDP_STATE_DICT_TYPE"] = None
     return {
+        "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": fsdp.wrap_policy,
         "FSDP_RESHARD_AFTER_FORWARD": str(fsdp.reshard).lower(),
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
         "FSDP_BACKWARD_PREFETCH": None,

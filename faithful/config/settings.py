@@ -8,7 +8,7 @@
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,15 @@ def read_env(env: Mapping[str, str]) -> Settings:
     sizes, of_fsdp, of_deepspeed = Mesh.parse(env), fsdp.parse(env), deepspeed.parse(env)
     world = whole_number(env, "WORLD_SIZE", 1)
     local = whole_number(env, "LOCAL_WORLD_SIZE", world)
+    precision = of_deepspeed.precision or env.get("ACCELERATE_MIXED_PRECISION", "no")
+    of_fp8 = fp8.parse(env, precision, bool(of_fsdp.version) and not of_fsdp.replicates)
     if of_deepspeed.stage is not None:
-        strategy = "ddp" if of_deepspeed.replicates else f"zero{of_deepspeed.stage}"
+        if of_fp8.backend == "msamp" and of_fp8.level and not of_deepspeed.replicates:
+            of_deepspeed = of_deepspeed.with_level(of_fp8.level)
+        strategy = of_deepspeed.runs_as or f"zero{of_deepspeed.stage}"
+        if strategy == "fsdp":
+            of_fsdp = FSDP(2, reshard=of_deepspeed.stage == 3, wrap_policy="TRANSFORMER_BASED_WRAP", min_num_params=0)
+            of_fp8 = replace(of_fp8, level="o2" if of_fp8.level == "o3" else of_fp8.level)
     elif of_fsdp.replicates:
         strategy = "ddp"
     elif of_fsdp.version:
@@ -138,7 +145,6 @@ def read_env(env: Mapping[str, str]) -> Settings:
         strategy = "ddp" if "LOCAL_RANK" in env else "single"
     if strategy not in ("fsdp", "hsdp"):
         of_fsdp = of_fsdp.unread()
-    precision = of_deepspeed.precision or env.get("ACCELERATE_MIXED_PRECISION", "no")
     store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Settings(
         strategy=strategy,
@@ -153,7 +159,7 @@ def read_env(env: Mapping[str, str]) -> Settings:
         ram_efficient=world > 1 and (of_fsdp.ram_efficient or of_deepspeed.init) and on(env.get(ONCE, "1")),
         fsdp=of_fsdp,
         deepspeed=of_deepspeed,
-        fp8=fp8.parse(env, precision, strategy in ("fsdp", "hsdp")),
+        fp8=of_fp8,
         mesh=sizes,
     )
 

@@ -58,6 +58,10 @@ def zero(**keys):
     return WIZARD | {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO3 | keys}
 
 
+def level(name, **keys):
+    return zero(**keys) | {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": name}}
+
+
 SILENT = {
     "the lines of accelerate config": DDP,
     "empty sections": DDP | {"fsdp_config": {}, "deepspeed_config": None, "megatron_lm_config": {}, "commands": None},
@@ -94,6 +98,10 @@ NOTED = {
         ["which version 2 does not read"],
     ),
     "ZeRO stage 0": (zero(zero_stage=0, zero3_init_flag=False), ["zero_stage 0 partitions nothing: it runs as DDP"]),
+    "ZeRO-2 with MS-AMP's O3": (level("O3", zero_stage=2), ["runs as ddp_fp8_msamp_o3, whose masters"]),
+    "ZeRO-3 with MS-AMP's O3": (level("O3"), ["zero_stage 3 with MS-AMP's o3 runs as o2, which FSDP2 shards"]),
+    "ZeRO-1 with MS-AMP's O1": (level("O1", zero_stage=1), ["runs as o1 under FSDP2, and keeps gathered weights"]),
+    "ZeRO-3 with MS-AMP's O2": (level("O2"), ["zero_stage 3 with MS-AMP's o2 runs as o2 under FSDP2"]),
     "modules that are not sharded": (
         fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_ignored_modules=r".*\.router"),
         ["none of them may be trained"],
@@ -385,6 +393,18 @@ def test_stage_0_trains_as_ddp(tmp_path, ours):
     losses, made, said = forked(written(tmp_path, zero(zero_stage=0)), tmp_path / "run")
     assert losses[0] == ours[0] and losses[1] == pytest.approx(ours[1], rel=1e-6)
     assert made["plan"]["strategy"] == "ddp" and "zero_stage 0 partitions nothing" in said
+
+
+@pytest.mark.parametrize(
+    "stage, name, config",
+    [(1, "O3", "ddp_fp8_msamp_o3"), (3, "O2", "fsdp_fp8_msamp_o2"), (3, "O3", "fsdp_fp8_msamp_o2")],
+)
+def test_a_level_under_zero_trains_as_the_strategy_that_the_note_names(tmp_path, stage, name, config):
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    losses, made, said = forked(written(tmp_path, level(name, zero_stage=stage)), tmp_path / "run")
+    expected, other, _ = forked(CONFIGS / f"{config}.yml", tmp_path / "expected")
+    assert losses == expected and f"note: zero_stage {stage} with MS-AMP's {name.lower()} runs as" in said
+    assert made["evidence"] == other["evidence"] and made["plan"]["strategy"] == other["plan"]["strategy"]
 
 
 def with_a_frozen_layer():
