@@ -367,7 +367,7 @@ TECHNIQUES = (  # what it was called, and the config that it is here
     ("fp32, apex O0", "single_fp32"),
     ("AMP in fp16, apex O1", "single_fp16"),
     ("AMP in bf16", "single_bf16"),
-    ("apex O2, naive AMP: fp16 weights, fp32 masters (GPU only)", "zero1_fp16"),
+    ("apex O2, naive AMP: fp16 weights, fp32 masters", "zero1_fp16"),
     ("half precision throughout, apex O3; in fp16 it ends in nan, and the run stops", "single_fp32 --dtype bfloat16"),
     ("nn.DataParallel, DDP by spawn, launch or torchrun", "ddp_bf16"),
     ("DDP with ZeroRedundancyOptimizer, ZeRO-1", "zero1_bf16"),

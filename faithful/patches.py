@@ -64,6 +64,8 @@ TABLE = {  # what is changed: why
         "those that models/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
     "deepspeed.ops:__compatible_ops__":
         "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
+    "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported":
+        "on a CPU without fast fp16 kernels it refuses fp16, which a rehearsal computes through fp32 (cpu_matmul)",
     "deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES":
         "the names of schedulers that DeepSpeed's engine steps; a DummyScheduler's function may make others",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":

@@ -42,8 +42,6 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
         lines.append(IN_VAIN)
     if gpus and settings.local_processes > gpus:
         lines.append(f"{settings.local_processes} processes on {gpus} {machine.name}: pass --num_processes {gpus}")
-    if not gpus and precision == "fp16" and (what := settings.rules.fp16_needs_gpu):
-        lines.append(f"{strategy} in fp16 cannot rehearse on a CPU ({what} needs a GPU): use {strategy}_bf16")
     if settings.compile and settings.compile_mode in CAPTURES:
         lines.append(
             f"dynamo_mode: {settings.compile_mode} captures each block in CUDA graphs, which on a GPU write over "

@@ -67,7 +67,6 @@ class StrategyRules:
     splits_layers = False  # whether each process computes a part of each layer
     one_model = False  # whether a second model is refused, also one that is not trained
     hidden_behind = 0.0  # the part of forward and backward during which it can send
-    fp16_needs_gpu: str | None = None  # what of it does not run on a CPU
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -122,7 +121,6 @@ class FSDPRules(StrategyRules):
     family, rank = "fsdp", 3
     replicates, divides_state, keeps_fp32 = False, True, True
     hidden_behind = 0.9  # all but the first gather and the last reduction
-    fp16_needs_gpu = "FSDP2's gradient scaler"
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         mesh = settings.mesh
@@ -200,7 +198,6 @@ class ZeRORules(StrategyRules):
     family, package = "zero", "deepspeed"
     replicates, divides_state, keeps_fp32, one_model = False, True, True, True
     hidden_behind = 0.6  # the backward pass
-    fp16_needs_gpu = "DeepSpeed's fp16"
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -191,8 +191,6 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("mixed_precision: no\ndistributed_type: 'NO'\nnum_processes: 1", {}, ANYWHERE, "mixed_precision: false is a boolean"),
     ("ddp_bf16", {"mixed_precision": "bf61"}, ANYWHERE, "mixed_precision bf61 is not one of"),
     ("ddp_bf16", {}, T4, "Tesla T4 has 7.5: use an fp16 config"),
-    ("fsdp_fp16", {}, CPU, "use fsdp_bf16"),
-    ("zero2_fp16", {}, replace(CPU, packages=["deepspeed"]), "use zero2_bf16"),
     # FSDP
     ("fsdp_bf16", {"fsdp_config": {"fsdp_version": 3}}, ANYWHERE, "fsdp_version 3 is not 1 or 2"),
     ("fsdp_bf16", {"fsdp_config": {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, ANYWHERE, "fsdp_reshard_after_forward SHARD_GRAD_OP is a strategy of FSDP version 1"),

@@ -128,7 +128,7 @@ SAME = (
 help | --version | ls | path | path vit | path fsdp_fp8.yml | path docs/fp8.md | path vitt | completion | words demo
 words launch ddp_bf16 vit | check | check ddp_bf17 | ddp_bf17 vit | DDP-bf16 vit | vit | launch | ddp_bf16
 launch ddp_bf16 | ddp_bf16 gone.py | ddp_bf16 vit --max_step 4 | launch ddp_bf16 --num_processes vit
-ddp_bf16 --num_procs 2 vit | ddp_bf16 vit --help | fsdp_fp16 vit | --bananas | demo --output_dir x
+ddp_bf16 --num_procs 2 vit | ddp_bf16 vit --help | --bananas | demo --output_dir x
 advise --help | check --help | compare --help | copy --help | diagnose --help | estimate --help | show --help
 compare single_bf16 | advise single_bf17 -- vit | show nowhere
 """.replace("\n", " | ")

@@ -22,7 +22,6 @@ from test_run import poison
 
 from faithful import Accelerator
 from faithful.checkpoint import checkpoints
-from faithful.config import rules
 from faithful.config.settings import to_env
 from faithful.strategies import guard
 from faithful.strategies.deepspeed import zero as zero_strategy
@@ -227,25 +226,18 @@ def test_fp8_under_zero(whole, tmp_path, config, converted):
     assert losses(run) != losses(whole("zero2_bf16"))
 
 
-def test_the_loss_scale_of_fp16(tmp_path):
-    """Overflows in fp16 skip the step and lower DeepSpeed's scale. DeepSpeed refuses fp16 on most CPUs, which the test
-    patches."""
-    config = CONFIGS / "zero2_fp16.yml"
-
-    def allowed(rank):
-        from deepspeed.accelerator import get_accelerator
-
-        get_accelerator().is_fp16_supported = lambda: True
-        get_accelerator().supported_dtypes = lambda: [torch.float32, torch.float16]
-        rules.problems = lambda *_: []
-
-    scale = ("--grad_scaler", f"init_scale={2.0**32}")
-    run = train(config, tmp_path / "run", *STEPS, *scale, before=allowed)
+@pytest.mark.parametrize(
+    ("config", "dtype"), [("zero2_fp16", "float16"), ("zero3_fp16", "float16"), ("fsdp_fp16", "float32")]
+)
+def test_the_loss_scale_of_fp16(tmp_path, config, dtype):
+    """Overflows in fp16 skip the step on all processes and lower the scale, DeepSpeed's or torch's."""
+    run = train(config, tmp_path / "run", *STEPS, "--grad_scaler", f"init_scale={2.0**32}")
     state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
     skipped = state["steps"]["tried"] - 8
-    assert skipped >= 5 and state["scaler"]["cur_scale"] == 2.0 ** (32 - skipped)
+    scaler = state["scaler"]
+    assert skipped >= 5 and scaler.get("cur_scale", scaler.get("scale")) == 2.0 ** (32 - skipped)
     assert all(math.isfinite(loss) for loss in losses(run))
-    assert record(run)["evidence"]["dtypes"]["parameters"].keys() == {"float16"}
+    assert record(run)["evidence"]["dtypes"]["parameters"].keys() == {dtype}
 
 
 def test_accelerate_launch_itself(whole, tmp_path):

@@ -329,7 +329,7 @@ def test_every_config_gets_the_baselines_global_batch():
 
 def start(folder):
     env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
-    words = ["./launch.sh", "compare", "single_fp32", "single_bf16", "fsdp_fp16", "--seeds", "1", "--no-twin",
+    words = ["./launch.sh", "compare", "single_fp32", "single_bf16", "tp_bf16", "--seeds", "1", "--no-twin",
              "--no-estimate", "--output_dir", str(folder), "--", "vit", "--max_steps", "20", "--logging_steps", "1"]  # fmt: skip
     with open(f"{folder}.log", "a") as log:
         return subprocess.Popen(words, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -362,7 +362,7 @@ def test_killed_in_the_middle_it_goes_on_and_the_report_is_the_same(tmp_path):
     log = (tmp_path / "comparison.log").read_text()
     assert "3 runs of vit, 1 of them finished before" in log and "3 runs of vit, 2 of them finished before" in log
     rows = {row["config"]: row for row in json.loads(reports["report.json"])["rows"]}
-    assert "fsdp in fp16 cannot rehearse on a CPU" in rows["fsdp_fp16"]["error"]
+    assert "has no plan for tensor parallel" in rows["tp_bf16"]["error"]
     undisturbed = train("single_bf16", tmp_path / "undisturbed", "--max_steps", 20)
     final = record(undisturbed)["final"]["metrics"]["eval_loss"]
     assert rows["single_bf16"]["measures"]["eval_loss"]["values"] == [pytest.approx(final, rel=1e-5)]

@@ -100,6 +100,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         import deepspeed  # noqa: F401  patches needs it imported
 
         patches.replace("deepspeed.ops:__compatible_ops__", {})
+        patches.replace("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported", lambda self: True)
 
     def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         """Accelerate's DeepSpeedPlugin from the launcher's environment, with settings that the YAML lacks. It leaves no
