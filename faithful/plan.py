@@ -40,6 +40,7 @@ class Plan:
     compile: bool = False
     offload: bool = False
     ckpt: bool = False  # activation checkpointing: the backward pass computes each block's activations again
+    ckpt_on_host: bool = False  # and what it computes them from waits in the host's memory
     noreshard: bool = False  # FSDP2 that keeps parameters gathered between forward and backward: ZeRO-2
     replicas: int = 1  # hsdp: groups of processes that each hold the whole model
     tp_size: int = 1  # tp: processes that compute one batch together
@@ -124,6 +125,7 @@ def made_of(settings: Settings, here: Machine, config: str | None, notes: list[s
         compile=settings.compile,
         offload=settings.offload,
         ckpt=settings.ckpt,
+        ckpt_on_host=fsdp.checkpoints_on_host,
         noreshard=settings.noreshard,
         replicas=settings.mesh.dp_replicate,
         tp_size=settings.mesh.tp,

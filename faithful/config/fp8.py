@@ -246,6 +246,11 @@ class TransformerEngineRules(BackendRules):
         level, strategy = settings.level, settings.strategy
         if settings.compile:
             yield f"te {level} does not compile into one graph upstream: use single_fp8_compile (ao) or leave it out"
+        if settings.fsdp.checkpoints_on_host:
+            yield (
+                "fsdp_activation_checkpointing_offload is of torch's checkpointing, TransformerEngine has its own: "
+                "leave it out"
+            )
         has, capability = machine_has(machine), machine.capability or (0, 0)
         if level == "mxfp8" and machine.capability and not (10, 0) <= capability < (12, 0):  # TE's own limits
             yield f"mxfp8 needs compute capability 10.0 to 11.x, {machine.name} has {has}: use {strategy}_fp8_te"

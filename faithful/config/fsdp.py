@@ -28,6 +28,7 @@ class FSDP:
     ignored_modules: str | None = None  # a regular expression of names: these are not sharded
     offload: bool = False
     activation_checkpointing: bool = False
+    checkpoints_on_host: bool = False  # what blocks compute again from waits in the host's memory
     ram_efficient: bool = False  # only process 0 builds models with their weights
     sync_module_states: bool = False  # all processes start with the weights of process 0
     without_effect: list[str] = field(default_factory=list)  # keys that are set, and that FSDP2 has nothing for
@@ -80,6 +81,7 @@ def parse(env: Mapping[str, str]) -> FSDP:
         ignored_modules=get("IGNORED_MODULES") or None,
         offload=on(get("OFFLOAD_PARAMS")),
         activation_checkpointing=on(get("ACTIVATION_CHECKPOINTING")),
+        checkpoints_on_host=on(get("ACTIVATION_CHECKPOINTING_OFFLOAD")),
         ram_efficient=ram_efficient,
         sync_module_states=ram_efficient or (version == "1" and on(get("SYNC_MODULE_STATES", "true"))),
         without_effect=[f"fsdp_{key}" for key, is_on in without_effect.items() if is_on],
@@ -128,6 +130,11 @@ def problems(fsdp: FSDP) -> Iterator[str]:
         )
     if fsdp.wrap_policy not in WRAP_POLICIES:
         yield f"fsdp_auto_wrap_policy {fsdp.wrap_policy} is not one of {', '.join(WRAP_POLICIES)}"
+    if fsdp.checkpoints_on_host and not fsdp.activation_checkpointing:
+        yield (
+            "fsdp_activation_checkpointing_offload moves what activation checkpointing keeps: set "
+            "fsdp_activation_checkpointing, too"
+        )
     if fsdp.wrap_policy == "NO_WRAP" and fsdp.activation_checkpointing:
         yield (
             "fsdp_activation_checkpointing computes each unit's activations again, and NO_WRAP makes one: set "

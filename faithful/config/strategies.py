@@ -126,7 +126,8 @@ class FSDPRules(StrategyRules):
         mesh = settings.mesh
         if "tp" in mesh.sizes:
             yield (
-                f"tensor parallel with FSDP2 ({mesh}) fails between Accelerate 1.15 and transformers 5: use hsdp_bf16"
+                f"tensor parallel with FSDP2 ({mesh}): Accelerate 1.15 imports ReplicateParallel for it, which "
+                "transformers 5 does not have: use hsdp_bf16"
             )
         elif mesh.sizes.keys() & {"cp", "sp"}:
             yield self.no_context_parallel(settings)

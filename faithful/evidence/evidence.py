@@ -261,6 +261,7 @@ class Evidence:
             parts[-1] += ", compiled" + (f" with {breaks} graph breaks" if breaks else "")
         parts[-1] += ", offloaded to the host" if plan.offload else ""
         parts[-1] += ", activations computed again" if plan.ckpt else ""
+        parts[-1] += " from inputs on the host" if plan.ckpt_on_host else ""
         parts.append(
             "parameters " + " and ".join(dtypes["parameters"]) + ", gradients " + " and ".join(dtypes["gradients"])
         )

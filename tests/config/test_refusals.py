@@ -198,6 +198,8 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("{distributed_type: FSDP, mixed_precision: bf16, num_processes: 2, fsdp_config: {fsdp_sharding_strategy: NO_SHARD, fsdp_auto_wrap_policy: TRANSFOMER_BASED_WRAP}}", {}, ANYWHERE, "fsdp_auto_wrap_policy TRANSFOMER_BASED_WRAP is not one of"),
     ("fsdp_bf16", {"fsdp_config": {"fsdp_auto_wrap_policy": "TRANSFOMER_BASED_WRAP"}}, ANYWHERE, "fsdp_auto_wrap_policy TRANSFOMER_BASED_WRAP is not one of"),
     ("{distributed_type: FSDP, mixed_precision: bf16, num_processes: 2, fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}}", {}, ANYWHERE, "NO_WRAP makes one"),
+    ("fsdp_bf16", {"fsdp_config": {"fsdp_activation_checkpointing_offload": True}}, ANYWHERE, "set fsdp_activation_checkpointing, too"),
+    ("fsdp_fp8_te", {"fsdp_config": {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}}, ANYWHERE, "TransformerEngine has its own: leave it out"),
     ("wizard_fsdp1", {"fsdp_config": {"fsdp_sync_module_states": False}}, ANYWHERE, "fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states, which the launcher refuses: set both to true"),
     # meshes
     ("tp_bf16", {"num_processes": 4}, ANYWHERE, "tp 2 is for 2 processes, not 4: --num_processes 2"),
@@ -207,7 +209,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("tp_bf16", {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O2"}}, ANYWHERE, "no FP8 layer here takes a weight that is split: use tp_bf16"),
     ("zero2_bf16", {"parallelism_config": {"parallelism_config_tp_size": 2}}, ANYWHERE, "for hsdp and tp files, this one is zero2"),
     ("ddp_bf16", {"parallelism_config": {"parallelism_config_dp_shard_size": 2}}, ANYWHERE, "parallelism_config is for hsdp and tp files, this one is ddp"),
-    ("fsdp_bf16", {"num_processes": 4, "parallelism_config": {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2}}, ANYWHERE, "tensor parallel with FSDP2 (dp_shard 2 x tp 2) fails between"),
+    ("fsdp_bf16", {"num_processes": 4, "parallelism_config": {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2}}, ANYWHERE, "tensor parallel with FSDP2 (dp_shard 2 x tp 2): Accelerate 1.15 imports ReplicateParallel"),
     ("hsdp_bf16", {"num_processes": 6}, ANYWHERE, "is for 4 processes, not 6: --num_processes 4"),
     ("fsdp_bf16", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, ANYWHERE, "hsdp without"),
     ("wizard_fsdp2", {"parallelism_config": {"parallelism_config_cp_size": 2}}, ANYWHERE, "context and sequence"),

@@ -361,6 +361,11 @@ def test_activation_checkpointing_changes_memory_and_nothing_else(ragged, tmp_pa
     assert distance(kept, again) == 0 and metrics(kept) == metrics(again)
     assert record(again)["plan"]["ckpt"] and not record(kept)["plan"]["ckpt"]
     assert "activations computed again" in (tmp_path / "again.log").read_text()
+    file = tmp_path / "on_host.yml"
+    file.write_text((CONFIGS / "fsdp_bf16_ckpt.yml").read_text() + "  fsdp_activation_checkpointing_offload: true\n")
+    moved = train(file, tmp_path / "moved", *argv, name="gpt")
+    assert distance(kept, moved) == 0 and record(moved)["plan"]["ckpt_on_host"]
+    assert "computed again from inputs on the host" in (tmp_path / "moved.log").read_text()
 
 
 def test_gpt2_shape_has_no_linear_for_torchao_but_for_amp8(ragged, tmp_path):
