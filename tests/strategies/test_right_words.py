@@ -160,6 +160,7 @@ def test_what_plain_torch_trains_is_trained_or_refused_in_a_line(tmp_path, confi
     said = record(run)["error"] if alone else log
     assert "Traceback" not in log and log.count("refused: ") == (line is not TRAINS and not alone), log
     assert line is TRAINS or line in said, log
+    assert any(run.iterdir()) if run.exists() else line is not TRAINS, "a refused run leaves no empty folder"
 
 
 @pytest.mark.parametrize("config", ["fsdp_fp32", pytest.param("zero3_bf16", marks=pytest.mark.slow)])
