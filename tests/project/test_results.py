@@ -36,6 +36,19 @@ def test_kills_at_random_moments_leave_nothing_behind_and_lose_nothing():
     assert set().union(*(row["phase"] for row in rows)) >= {"launcher", "imports and rendezvous", "training", "saving"}
 
 
+def test_stuck_runs_end_in_time_leave_nothing_and_say_so_in_a_line():
+    rows = result("stuck")["rows"]
+    configs = {row["config"].split("_")[0] for row in rows}
+    assert configs == {"single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tp"} and len(rows) == 7 * 12 + 8
+    codes = {"SIGTERM": 143, "Ctrl-C": 130, "twice": 130, "killed": -9}
+    for row in rows:
+        assert row["orphans"] == 0 and row["seconds"] < 40 and row["code"] == codes[row["end"]], row
+        [line] = row["said"]
+        assert re.search("stopped after step|interrupted: |rank 0 .*time.sleep", line), row
+        if row["config"] != "single_bf16" and row["state"] != "stopped" and row["end"] != "twice":
+            assert re.match(r"rank 0 (waits|is) in .*; rank \d is at train.py:", line), row
+
+
 def test_kills_while_training_and_saving_lose_nothing():
     rows = result("kills_saving")["rows"]
     assert len(rows) == 6 and sum(row["kills"] for row in rows) >= 48
