@@ -21,6 +21,8 @@ import torch
 
 from faithful import patches
 from faithful.errors import Refused
+from faithful.launch import launcher
+from faithful.saving import whole_weights
 
 BF16 = "transformers.training_args:is_torch_bf16_gpu_available"
 SAVE = "transformers.trainer:Trainer.save_model"
@@ -63,7 +65,9 @@ def save_whole(module: ModuleType) -> None:
             return original(self, output_dir, _internal_call)
         state = self.accelerator.get_state_dict(self.model)
         if self.args.should_save:  # before 5.23 `_save` does not ask
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+            # sentence-transformers' does not hand `state_dict` on
+            with whole_weights.inside(self.model, state), launcher.saving_for_all():
+                self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
