@@ -13,13 +13,18 @@ random models under the names that it asks the Hub for, such as bert-base-cased 
 and diffusers look for a folder first. A module computes an accuracy in place of the package evaluate, whose metrics are
 on the Hub. Two outcomes are right:
 
-ran      the run's record says what it was, all processes belong to one run, and under DDP they have equal weights
+ran      the run's record says what it was, all processes belong to one run, under DDP they have equal weights, and
+         what the script saved has been trained: each tensor that moves under single_fp32 moves 0.5 to 2 times as far
+         (moved: the least and the most, with their names), and the library that it belongs to loads the folder
 refused  one line says why, and no traceback of the script
 
-In fp32 each script also runs under Accelerate alone, on as many processes, and its losses and weights must be the same.
-What each optimizer step did is written by witness() in the processes of the run, for both in the same way.
+Where a script's tensors start is what it saves in a run whose learning rate is zero at each step. In fp32 each script
+also runs under Accelerate alone, on as many processes, and its losses and weights must be the same. What each optimizer
+step did is written by witness() in the processes of the run, for both in the same way.
 """
 
+import datetime
+import functools
 import hashlib
 import json
 import os
@@ -27,6 +32,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +40,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from harness import ROOT, arguments, save
+from harness import ROOT, arguments, made, save
 
 CONFIGS = """single_fp32 ddp_fp32 single_bf16 ddp_bf16 fsdp_bf16 hsdp_bf16 zero2_bf16 ddp_fp8 single_fp8_msamp_o2
     ddp_fp8_msamp_o3 fsdp_fp8_msamp_o2""".split()
@@ -42,7 +48,9 @@ OURS = sorted(path.stem for path in (ROOT / "tests" / "clients").glob("*.py") if
 WINS = {"diffusion"}  # scripts that pass mixed_precision="no"
 PACKAGES = """accelerate transformers trl peft diffusers sentence-transformers pytorch-accelerated
     denoising-diffusion-pytorch""".split()
-PATIENCE = 180  # seconds; the longest needs about 40 of them
+PATIENCE = 400  # seconds; the longest needs about 40 of them where nothing else runs
+AS_FAR = (0.5, 2)  # of what a tensor moves under single_fp32
+NOISE = 0.01
 
 
 # ------------------------------------------------------------------------------------------------- scripts of others
@@ -347,9 +355,9 @@ def witness():
     Sets a seed, for scripts that set none."""
     import numpy
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    losses, optimizers = [], {}
+    losses, optimizers, rates = [], {}, {}
     file = Path(os.environ["WITNESS"], f"rank{os.environ.get('RANK', '0')}.json")
     backward = torch.Tensor.backward
 
@@ -371,8 +379,20 @@ def witness():
         made = {"processes": int(os.environ.get("WORLD_SIZE", "1")), "losses": losses}
         file.write_text(json.dumps(made | {"optimizers": list(optimizers.values())}))
 
+    def stay(optimizer, args, kwargs):
+        rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+    def go_on(optimizer, args, kwargs):
+        for group, rate in zip(optimizer.param_groups, rates[optimizer], strict=True):
+            group["lr"] = rate
+
     torch.Tensor.backward = kept
     register_optimizer_step_post_hook(stepped)
+    if "WITNESS_STAY" in os.environ:
+        register_optimizer_step_pre_hook(stay)
+        register_optimizer_step_post_hook(go_on)
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
 
@@ -390,9 +410,10 @@ def small(folder):
     return made
 
 
-def launch(client, config, folder, checkouts, ours=True):
-    """(folder of what it wrote, exit code or None after PATIENCE, what it printed)"""
-    work = folder / f"{client}-{config}-{'ours' if ours else 'plain'}"
+def launch(client, config, folder, checkouts, ours=True, stay=False):
+    """(folder of what it wrote, exit code or None after PATIENCE, what it printed). stay: at a rate of zero."""
+    work = folder / f"{client}-{config}-{'stay' if stay else 'ours' if ours else 'plain'}"
+    shutil.rmtree(work, ignore_errors=True)
     out = work / "out"
     shutil.copytree(small(folder), work, ignore=shutil.ignore_patterns("clip_words"))
     (out / "witness").mkdir(parents=True)
@@ -416,6 +437,7 @@ def launch(client, config, folder, checkouts, ours=True):
         "HF_DATASETS_CACHE": str(work / "cache"),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    env |= {"WITNESS_STAY": "1"} if stay else {}
     if not ours:
         env |= {"ACCELERATE_USE_CPU": "true"}  # else Accelerate makes two runs of one process each
     with (out / "printed.txt").open("w") as printed:
@@ -454,6 +476,98 @@ def beside_accelerate(client, config, folder, checkouts, ranks):
     return row
 
 
+def saved(out):
+    """{file and name: value} of the tensors that a script saved at its end."""
+    from safetensors.torch import load_file
+
+    files = [file for file in sorted(out.rglob("*.safetensors")) if not AMONG.search(str(file.relative_to(out)))]
+    return {
+        f"{file.relative_to(out)}:{name}": value.double()
+        for file in files
+        for name, value in load_file(file).items()
+        if value.is_floating_point()
+    }
+
+
+@functools.cache
+def learned(client, folder, checkouts):
+    """({name: value} at the start, {name: how far} under single_fp32). A tensor whose elements move less than NOISE of
+    the others' is moved by rounding alone: the bias of an attention's keys, say, whose gradient is zero."""
+    both = []
+    for which in ("stay", "ours"):
+        made = folder / f"{client}-single_fp32-{which}" / "out"
+        if not made.exists():
+            launch(client, "single_fp32", folder, checkouts, stay=which == "stay")
+        both.append(saved(made))
+    start, end = both
+    names = sorted(start.keys() & end.keys())
+    far = {name: (end[name] - start[name]).norm().item() for name in names}
+    each = {name: far[name] / start[name].numel() ** 0.5 for name in names if far[name]}
+    noise = NOISE * statistics.median(each.values()) if each else 0
+    return start, {name: far[name] for name, distance in each.items() if distance > noise}
+
+
+def moved(client, folder, checkouts, out):
+    """How far the saved tensors have moved, of what they move under single_fp32: the least, the most, and which."""
+    start, far = learned(client, folder, checkouts)
+    mine = saved(out)
+    ratios = {
+        name: (mine[name] - start[name]).norm().item() / distance if name in mine else 0.0
+        for name, distance in far.items()
+    }
+    ends = [min(ratios, key=ratios.get), max(ratios, key=ratios.get)] if ratios else []
+    return {"tensors": len(ratios), "moved": [round(ratios[name], 3) for name in ends], "least_and_most": ends}
+
+
+def not_loaded(out):
+    """Why a library does not load what was saved with its config; None if all is loaded."""
+    import diffusers
+    import transformers
+
+    for file in sorted(out.rglob("*.json")):
+        if AMONG.search(str(file.relative_to(out))) or file.name not in (
+            "config.json",
+            "modules.json",
+            "model_index.json",
+        ):
+            continue
+        try:
+            if file.name == "modules.json":
+                from sentence_transformers import SentenceTransformer
+
+                SentenceTransformer(str(file.parent), device="cpu")
+            elif file.name == "model_index.json":
+                diffusers.DiffusionPipeline.from_pretrained(file.parent)
+            elif kinds := json.loads(file.read_text()).get("architectures"):
+                kind = getattr(transformers, kinds[0])
+                _, about = kind.from_pretrained(file.parent, output_loading_info=True)
+                if missing := sorted(about["missing_keys"]):
+                    return f"{file.parent.relative_to(out)} is without {missing[0]}"
+        except Exception as error:
+            return f"{file.parent.relative_to(out)} is not loaded: {str(error).splitlines()[0]}"
+    return None
+
+
+def judged(row, folder, checkouts, out):
+    """A row of a run that has ended well, with what it saved."""
+    row, why = row | moved(row["client"], folder, checkouts, out), not_loaded(out)
+    if row["moved"] and not AS_FAR[0] <= row["moved"][0] <= row["moved"][1] <= AS_FAR[1]:
+        why = "{} or {} moves {} to {} times as far as under single_fp32"
+        why = why.format(*row["least_and_most"], *row["moved"])
+    return row | ({"outcome": "failed", "why": why} if why else {})
+
+
+def judged_again(rows, folder, checkouts):
+    """The rows, with what was saved by those runs whose folder is still there."""
+    for row in rows:
+        out = folder / f"{row['client']}-{row['config']}-ours" / "out"
+        if out.exists() and "processes" in row:
+            if "moves" in row.pop("why", ""):
+                row["outcome"] = "ran"
+            row = judged(row, folder, checkouts, out)
+        yield row
+
+
 def hashes(rank):
     return [optimizer["hash"] for optimizer in rank["optimizers"]]
 
@@ -464,9 +578,12 @@ def last_error(printed):
     return (lines or printed.splitlines()[-1:] or ["?"])[-1][:400]
 
 
+AMONG = re.compile(r"(^|/)(checkpoint|step|epoch)[-_]?\d|^(run|bert\d|cache)/")  # not what a script saves at its end
+
+
 def outcome(client, config, folder, checkouts=None):
     """A row of the table."""
-    row, began = {"client": client, "config": config}, time.monotonic()
+    row, began = {"client": client, "config": config, "date": datetime.date.today().isoformat()}, time.monotonic()
     if client in OTHERS:
         row["script"] = origin(client, checkouts)
     out, code, printed = launch(client, config, folder, checkouts)
@@ -490,6 +607,7 @@ def outcome(client, config, folder, checkouts=None):
     row |= {"steps": [len(optimizer["norms"]) for optimizer in ranks[0]["optimizers"]]}
     row |= {key: evidence[key] for key in ("sharded", "linear_converted", "linear_total", "measured")}
     row |= {"bytes_per_parameter": evidence["bytes_per_parameter"]["total"], "notes": made["notes"]}
+    row = judged(row, folder, checkouts, out)
     if config in ("single_fp32", "ddp_fp32"):
         row |= beside_accelerate(client, config, folder, checkouts, ranks)
         row["outcome"] = row["outcome"] if row.get("same_weights_as_under_accelerate") else "failed"
@@ -510,21 +628,23 @@ def main():
     parser.add_argument("--configs", nargs="+", default=CONFIGS)
     parser.add_argument("--checkouts", type=Path, help="folder of repositories, see above")
     parser.add_argument("--folder", type=Path, help="keep what the runs write here")
+    parser.add_argument("--judge", action="store_true", help="run nothing: judge again what the runs in --folder saved")
     args = parser.parse_args()
     if args.clients is OURS and args.checkouts:
         args.clients = [*OURS, *OTHERS]
-    folder, rows = args.folder or Path(tempfile.mkdtemp(prefix="clients-")), []
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="clients-"))
     folder.mkdir(exist_ok=True)
-    if args.output.exists():  # with clients or configs named, their rows alone are measured anew
-        before = json.loads(args.output.read_text())["rows"]
-        again = {(client, config) for client in args.clients for config in args.configs}
-        rows = [row for row in before if (row["client"], row["config"]) not in again]
+    if args.judge:
+        before = made(args.output, rows=[])
+        return save(args.output, before | {"rows": [*judged_again(before["rows"], folder, args.checkouts)]})
     for client in args.clients:
         for config in [config for config in args.configs if meant_for(client, config)]:
             for old in folder.glob(f"{client}-{config}-*"):
                 shutil.rmtree(old)
-            rows.append(outcome(client, config, folder, args.checkouts))
-            print(json.dumps(rows[-1]), flush=True)
+            row = outcome(client, config, folder, args.checkouts)
+            print(json.dumps(row), flush=True)
+            before = made(args.output, rows=[])["rows"]  # read again: another process may add rows of other scripts
+            rows = [each for each in before if (each["client"], each["config"]) != (client, config)] + [row]
             save(args.output, {"rows": rows}, [name for name in PACKAGES if installed(name)])
     if not args.folder:
         shutil.rmtree(folder)

@@ -52,7 +52,7 @@ def run(config, processes, folder, *options, micro=1):
     }  # fmt: skip
     argv = [str(word) for pair in words.items() for word in pair]
     ranks = Ranks(config, [*argv, *map(str, options)], name="gpt", processes=processes)
-    codes, text = ranks.wait(300 if "compile" in config else 100), ranks.text()
+    codes, text = ranks.wait(900 if "compile" in config else 100), ranks.text()
     return figures(folder) if set(codes) == {0} else ended(codes, text)
 
 

@@ -2,6 +2,8 @@
 
     python benchmarks/stuck.py single_bf16 ddp_bf16 fsdp_bf16 zero2_bf16 tp_bf16 --output results/stuck.json
 
+Rows of the file that are not asked for stay. Most of a row is waiting, so two runs are made at a time.
+
 Each run takes some steps. Then its last process sleeps (`sleep`), its first one makes a collective while the others are
 in a loop of the script's (`alone`), or its last one is stopped by SIGSTOP (`stopped`). Ctrl-C is sent to the launcher's
 process group, as a terminal does it, and in `twice` again after two seconds.
@@ -19,13 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import psutil
-from harness import ROOT, arguments, save
+import yaml
+from harness import ROOT, arguments, command, made, save
 
 STATES, ENDS = ("sleep", "alone", "stopped"), ("SIGTERM", "Ctrl-C", "twice", "killed")
 LONGEST = 60  # seconds
+AT_A_TIME = 2
 SCRIPT = """
 import pathlib, sys, time, torch
 from accelerate import Accelerator
@@ -92,7 +97,7 @@ def stuck(config, state, end, folder):
     env = os.environ | {"STUCK_RUN": mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as said:
         launcher = subprocess.Popen(line, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True)
-    world = 1 if config.startswith("single") else 2
+    world = yaml.safe_load((ROOT / "accelerate_configs" / f"{config}.yml").read_text())["num_processes"]
     while len(list(folder.glob("held-*"))) < world:
         if launcher.poll() is not None:
             raise SystemExit(f"{config} does not run:\n{log.read_text()[-3000:]}")
@@ -121,6 +126,13 @@ def stuck(config, state, end, folder):
     return row | {"code": launcher.wait(), "said": lines}
 
 
+def in_a_folder(config, state, end):
+    folder = Path(tempfile.mkdtemp(prefix="stuck-"))
+    row = stuck(config, state, end, folder)
+    shutil.rmtree(folder)
+    return row
+
+
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a JSON file")
@@ -128,17 +140,25 @@ def main():
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
     parser.add_argument("--ends", nargs="+", choices=ENDS, default=ENDS)
     args = parser.parse_args()
-    rows = []
-    for config in args.configs:
-        for state in args.states:
-            if config.startswith("single") and state == "alone":  # it has no other process to wait for
-                continue
-            for end in args.ends:
-                folder = Path(tempfile.mkdtemp(prefix="stuck-"))
-                rows.append(stuck(config, state, end, folder))
-                print(*rows[-1].values(), flush=True)
-                shutil.rmtree(folder)
-        save(args.output, {"rows": rows}, ("accelerate",))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it, and the runs would, too
+    before = made(args.output, command=None, rows=[])
+    rows = {(row["config"], row["state"], row["end"]): row for row in before["rows"]}
+    alone = [config for config in args.configs if config.startswith("single")]  # no other process to wait for
+    cases = [
+        (config, state, end)
+        for config in args.configs
+        for state in args.states
+        for end in args.ends
+        if state != "alone" or config not in alone
+    ]
+    rows = {case: rows.get(case) for case in dict.fromkeys([*rows, *cases])}  # in this order, whichever ends first
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for done in as_completed([pool.submit(in_a_folder, *case) for case in cases]):
+            row = done.result()
+            rows[row["config"], row["state"], row["end"]] = row
+            print(*row.values(), flush=True)
+            found = {"command": command(before["command"]), "rows": list(filter(None, rows.values()))}
+            save(args.output, found, ("accelerate", "deepspeed"))
 
 
 if __name__ == "__main__":

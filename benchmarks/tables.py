@@ -265,6 +265,25 @@ def kills(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, [[str(cell) for cell in row] for row in rows])}"
 
 
+STUCK = {"sleep": "the last process sleeps outside a step", "alone": "the first process is in a collective alone",
+         "stopped": "the last process is stopped by SIGSTOP"}  # fmt: skip
+
+
+def stuck(figures):
+    """Seconds until no process of a stuck run is left: the shortest and the longest of the strategies."""
+    rows, ends = figures["rows"], list(dict.fromkeys(row["end"] for row in figures["rows"]))
+    cells = []
+    for state, words in STUCK.items():
+        seconds = [[row["seconds"] for row in rows if (row["state"], row["end"]) == (state, end)] for end in ends]
+        cells.append([words, *(f"{min(each):.0f} to {max(each):.0f}" for each in seconds)])
+    configs = ", ".join(f"`{config}`" for config in dict.fromkeys(row["config"] for row in rows))
+    left, lines = sum(row["orphans"] for row in rows), [len(row["said"]) for row in rows]
+    text = f"{came_from(figures)}; {configs}: seconds to the end of the last process. In {len(rows)} runs {left} "
+    text += f"processes were left, and {lines.count(1)} said in one line how they ended:"
+    names = {"twice": "Ctrl-C twice", "killed": "launcher killed"}
+    return f"{text}\n\n{report.table(['what is stuck', *(names.get(end, end) for end in ends)], cells)}"
+
+
 def machines(figures):
     """How two machines end, under each launcher: exit codes, seconds, lines, what was lost."""
     launchers = list(dict.fromkeys(row["launcher"] for row in figures["rows"]))
@@ -417,6 +436,7 @@ TABLES = {
     "results/kills.json": kills,
     "results/kills_saving.json": kills,
     "results/kills_async.json": kills,
+    "results/stuck.json": stuck,
     "results/amp8_memory.json": memory,
     "results/amp8_comm.json": comm,
     "results/amp8_fsdp.json": fsdp,

@@ -450,13 +450,16 @@ class Accelerator(accelerate.Accelerator):
             return
         if safe_serialization and not each_node and (pieces := whole_weights.pieces(self.strategy, model)):
             pieces = saving.each_once(model, pieces)
-            weight_files.stream_weights(pieces, folder, max_shard_size, self.is_main_process)
+            with launcher.saving_for_all():
+                weight_files.stream_weights(pieces, folder, max_shard_size, self.is_main_process)
         else:
             offloaded = saving.is_offloaded(model)
             weights = weight_files.offloaded_weights(model) if offloaded else self.get_state_dict(model)
             if self.is_local_main_process if each_node and weights else self.is_main_process:  # 0 has those of shards
                 tensors = {name: tensor for name, tensor in weights.items() if torch.is_tensor(tensor)}
-                weight_files.write_weights(saving.each_once(model, tensors), folder, max_shard_size, safe_serialization)
+                tensors = saving.each_once(model, tensors)
+                with launcher.saving_for_all():
+                    weight_files.write_weights(tensors, folder, max_shard_size, safe_serialization)
         if self.model_card and safe_serialization:
             self.run.describe_saved(model, folder)
 

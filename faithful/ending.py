@@ -11,6 +11,7 @@ from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
+from faithful.backends import linear
 from faithful.checkpoint.checkpoints import MANIFEST, taken
 from faithful.disk import names, readers
 from faithful.disk.readers import Damaged
@@ -48,7 +49,8 @@ class Run:
 
     def explain(self, error: str) -> Refused | None:
         """A Refused, if a library's error means that the script needs what the config has not; else None."""
-        return self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
+        found = self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
+        return found or (linear.explain(error) if self.strategy.plan.backend == "ao" else None)
 
     def settle(self) -> None:
         """Reads the loss and the norm of the last step, if the host has not yet. Raises Diverged if it was not finite:

@@ -80,6 +80,9 @@ TABLE = {  # what is changed: why
     "transformers.trainer:Trainer.save_model":
         "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
         "the main process alone for weights that each process has a part of",
+    "transformers.trainer:Trainer._load_optimizer_and_scheduler":
+        "under tensor parallel its checkpoints hold the main process's part of the optimizer, and every process would "
+        "go on with that",
     "TF32 in torch.backends":
         "under fp32 torch computes products in IEEE's fp32 and convolutions in TF32, and Accelerate makes compiled "
         "products TF32, too: here both are what the script has set for products, IEEE's by default",

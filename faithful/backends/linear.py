@@ -106,6 +106,17 @@ def refuse_a_derivative(gradient: torch.Tensor) -> None:
         )
 
 
+def explain(error: str) -> Refused | None:
+    """A Refused, if torch's error means that a script changes the output of another package's FP8 layer in place."""
+    if "inside a custom Function" in error and "modified inplace" in error:
+        return Refused(
+            "the script changes the output of an FP8 layer in place (out += ..., as peft's AdaLoRA does), which "
+            "torchao's layers do not allow: write out = out + ..., leave the layers out (fp8_config: skip), or use a "
+            "bf16 config"
+        )
+    return None
+
+
 def size_multiple(level: str | None) -> int:
     """The sizes of a Linear must be multiples of this. MX formats have one scale per 32 values, along both dimensions,
     and products of FP4 read 16 bytes at a time."""

@@ -170,6 +170,25 @@ def saving_may_outlive_launcher() -> Iterator[None]:
         set_alarm(writing=False)
 
 
+@contextlib.contextmanager
+def saving_for_all() -> Iterator[None]:
+    """The same around the writing of a model. The processes that do not write wait for it, and know it by the store."""
+    with saving_may_outlive_launcher():
+        count_savers(1)
+        try:
+            yield
+        finally:
+            count_savers(-1)
+
+
+def count_savers(more: int) -> int:
+    """How many processes write a model, with `more` of them."""
+    if is_distributed():
+        with contextlib.suppress(RuntimeError):  # the main process has ended, which serves the store
+            return store().add("saving", more)
+    return 0
+
+
 def lock_folder(folder: Path, mark: Path | None = None) -> int | None:
     """Locks `folder` against other runs while this process lives. Waits for the processes of a killed run to end.
     Raises Refused if another run still holds the lock after that. Returns the descriptor that holds the lock

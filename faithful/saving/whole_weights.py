@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
-from faithful.launch import rank_sync
+from faithful.launch import launcher, rank_sync
 from faithful.models.averages import WholeTensors
 from faithful.tensors.names import parameters_of, plain_names, unwrapped
 
@@ -87,13 +87,13 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).save_pretrained(self, *args, **kwargs)
     given = kwargs.get("state_dict")
     if given and not hasattr(self, "get_prompt_embedding_to_save"):
-        with WholeTensors("save_pretrained"):
+        with WholeTensors("save_pretrained"), launcher.saving_for_all():
             return type(self).save_pretrained(self, *args, **kwargs)
     # peft computes the prompts that it saves with the weights in the model
     weights = get_state_dict(prepared.model) if given is None else given
     if not weights:  # on the other processes: these write nothing
         return None
-    with inside(prepared.model, weights):
+    with inside(prepared.model, weights), launcher.saving_for_all():
         return type(self).save_pretrained(self, *args, **kwargs)
 
 

@@ -4,7 +4,8 @@ its modules are loaded: a script may import them before or after its Accelerator
 TrainingArguments(bf16=True), and trl's, which are so by default, are made on a machine without an accelerator, too.
 There transformers raises an error, although its Trainer only hands the precision on to `Accelerator(mixed_precision=)`.
 
-Trainer.save_model writes what `from_pretrained` loads, in every config.
+Trainer.save_model writes what `from_pretrained` loads, in every config. The optimizer in its checkpoints is that of the
+main process, which under tensor parallel is no whole one.
 """
 
 import importlib.util
@@ -12,15 +13,21 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from faithful import patches
+from faithful.errors import Refused
+from faithful.launch import launcher
+from faithful.saving import whole_weights
 
 BF16 = "transformers.training_args:is_torch_bf16_gpu_available"
 SAVE = "transformers.trainer:Trainer.save_model"
+RESUME = "transformers.trainer:Trainer._load_optimizer_and_scheduler"
+OPTIMIZER = "optimizer.pt"  # in a checkpoint
 
 
 def change() -> None:
@@ -58,11 +65,26 @@ def save_whole(module: ModuleType) -> None:
             return original(self, output_dir, _internal_call)
         state = self.accelerator.get_state_dict(self.model)
         if self.args.should_save:  # before 5.23 `_save` does not ask
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+            # sentence-transformers' does not hand `state_dict` on
+            with whole_weights.inside(self.model, state), launcher.saving_for_all():
+                self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    load = module.Trainer._load_optimizer_and_scheduler
+
+    def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        plan = getattr(self.accelerator, "plan", None)
+        if plan and plan.strategy == "tp" and checkpoint and Path(checkpoint, OPTIMIZER).exists():
+            raise Refused(
+                f"{Path(checkpoint, OPTIMIZER)} has the optimizer of the main process alone, which under tp is a part "
+                "of it: begin anew with the model of this checkpoint (from_pretrained), or train under a ddp or fsdp "
+                "config, whose checkpoints are whole"
+            )
+        load(self, checkpoint)
+
     patches.replace(SAVE, save_model)
+    patches.replace(RESUME, load_optimizer_and_scheduler)
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {

@@ -356,9 +356,11 @@ def buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
     return {tensor_keys.buffer(name): local(buffer) for name, buffer in plain_names(kept)}
 
 
-def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    derived = {f"{at}.{name}".lstrip(".") for at, m in model.named_modules() for name in m._non_persistent_buffers_set}
-    return [(name, buffer) for name, buffer in model.named_buffers() if name not in derived]
+def persistent_buffers(model: nn.Module, once: bool = True) -> list[tuple[str, torch.Tensor]]:
+    """once: a buffer that modules share has one name; else all, as in a state dict."""
+    modules = list(model.named_modules(remove_duplicate=once))
+    derived = {f"{at}.{name}".lstrip(".") for at, module in modules for name in module._non_persistent_buffers_set}
+    return [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=once) if name not in derived]
 
 
 def refuse_other_model(live: dict[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:

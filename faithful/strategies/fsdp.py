@@ -207,6 +207,11 @@ class FSDP(Strategy):
                 f"torch.autograd.grad asks for gradients of shards, and under {self.plan.strategy} the graph holds the "
                 "gathered weights: call accelerator.backward(loss), then use .grad, or use a ddp config"
             )
+        if "save_only_model option is not compatible" in error:
+            return Refused(
+                "transformers' save_only_model=True needs whole weights in its checkpoints: set fsdp_state_dict_type: "
+                "FULL_STATE_DICT in the config's fsdp_config, or leave save_only_model out"
+            )
         if "Couldn't swap" in error:  # torch's `_apply`
             return Refused(
                 f"the script casts or moves a model after prepare(), where {self.plan.strategy} shards it ({error}): "

@@ -292,6 +292,32 @@ step(model, optimizer, tokens)  # it is what it was before
         assert saved.dtype == torch.float32 and (saved - prompts).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("config", ["zero2_bf16", pytest.param("zero3_bf16", marks=pytest.mark.slow)])
+def test_a_shared_buffer_has_all_its_names_in_the_state_dict(tmp_path, config):
+    """peft's VeRA reads its projections, which all layers share, by the name that the whole model has for them."""
+    run(tmp_path, """
+class Projected(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.base, self.shared = torch.nn.Linear(32, 32), llama(), torch.nn.Module()
+        self.shared.register_buffer("down", torch.randn(32, 32))
+        self.shared.register_buffer("derived", torch.ones(32), persistent=False)
+        self.layer.shared = self.shared
+
+    def forward(self, input_ids, labels):
+        embeddings = self.layer(self.base.model.embed_tokens(input_ids)) @ self.shared.down.to(torch.bfloat16)
+        return self.base(inputs_embeds=embeddings * 0.1, labels=labels)
+
+
+model, *_ = trained(Projected())
+weights = accelerator.get_state_dict(model)
+names = ["layer.shared.down", "shared.down"] if accelerator.is_main_process else []
+assert sorted(name for name in weights if "shared" in name) == names, weights.keys()
+accelerator.save_model(model, f"{folder}/weights")
+""", config)  # fmt: skip
+    assert "layer.shared.down" in load_file(tmp_path / config / "weights" / "model.safetensors")
+
+
 def test_ddps_no_sync_is_refused_where_deepspeed_has_none(tmp_path):
     log = run(tmp_path, "model, *_ = trained(llama())\nwith model.no_sync():\n    pass\n", "zero2_bf16", code=2)
     assert log.count("refused: the script calls model.no_sync") == 1 and "Traceback" not in log

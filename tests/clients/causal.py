@@ -18,4 +18,4 @@ arguments = TrainingArguments(
 )  # fmt: skip
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=samples, eval_dataset=samples[:8])
 trainer.train()
-ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[-1])
+ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[-1], trainer)

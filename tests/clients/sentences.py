@@ -29,4 +29,4 @@ arguments = SentenceTransformerTrainingArguments(
 )  # fmt: skip
 trainer = SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=CoSENTLoss(model))
 trainer.train()
-ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[-1])
+ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[-1], trainer)

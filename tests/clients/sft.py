@@ -23,4 +23,4 @@ arguments = SFTConfig(
 )  # fmt: skip
 trainer = SFTTrainer(LlamaForCausalLM(config), arguments, train_dataset=data, processing_class=tokenizer)
 trainer.train()
-ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[-1])
+ended.tell(trainer.accelerator, trainer.model_wrapped, sys.argv[-1], trainer)

@@ -431,6 +431,41 @@ def test_a_stuck_run_ends_in_time_and_says_where_each_process_is(tmp_path, numbe
         assert (record(tmp_path / "run")["status"], record(tmp_path / "run")["error"]) == ("failed", line[7:])
 
 
+@pytest.mark.parametrize("config", ["ddp_fp32", pytest.param("fsdp_fp32", marks=pytest.mark.slow)])
+def test_a_model_that_is_being_written_is_no_stuck_run(tmp_path, config):
+    """SIGTERM comes while the main process writes, and the other one waits for it, for longer than a run may be stuck."""
+
+    def script():
+        from faithful import Accelerator
+        from faithful.checkpoint import weight_files
+        from faithful.launch import deadline
+
+        deadline.SECONDS, write = 2, weight_files.write_model
+        accelerator = Accelerator(project_dir=sys.argv[2])
+        accelerator.model_card = False  # it imports transformers
+        model = torch.nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+
+        def slowly(*args):
+            print("held", flush=True)
+            time.sleep(5)
+            write(*args)
+
+        weight_files.write_model = slowly
+        accelerator.save_model(model, f"{sys.argv[2]}/model")
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=script)
+    while "held" not in ranks.text():
+        time.sleep(0.02)
+    ranks.kill(signal.SIGTERM)
+    assert set(ranks.wait(40)) == {0}, ranks.text()
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file() and "did not stop" not in ranks.text()
+
+
 @pytest.mark.slow
 def test_eight_kills_leave_nothing_behind(tmp_path):
     done = launched(sys.executable, "benchmarks/kills.py", "ddp_bf16", "--kills", "8", "--seed", "5",

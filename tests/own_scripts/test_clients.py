@@ -185,6 +185,24 @@ def test_the_trainer_loads_the_best_model_and_saves_it_for_its_library(tmp_path,
         assert saved[name].equal(weight) and not last[name].equal(weight), name
     for rank in range(2) if "fp8" not in config else ():
         assert all(weight.equal(first[name]) for name, weight in torch.load(tmp_path / f"rank{rank}.pt").items())
+    if config == "tp_bf16":  # each process would go on with the main process's part of the optimizer
+        log = refused(config, tmp_path, resumes=True)
+        assert log.count("optimizer.pt has the optimizer of the main process alone") == 1
+
+
+def refused(config, folder, **options):
+    script = functools.partial(keeps_the_best, folder, **options)
+    train(config, folder / "again", script=script, code=2)
+    log = (folder / "again.log").read_text()
+    assert log.count("refused: ") == 1 and "Traceback" not in log
+    return log
+
+
+@pytest.mark.slow
+@there("transformers")
+def test_checkpoints_with_the_model_only_need_whole_weights(tmp_path):
+    log = refused("fsdp_bf16", tmp_path, save_only_model=True, load_best_model_at_end=False)
+    assert "set fsdp_state_dict_type: FULL_STATE_DICT" in log
 
 
 @pytest.mark.slow

@@ -366,8 +366,9 @@ def main(names):
 # ---- scripts that are not a loop of their own ----
 
 
-def keeps_the_best(folder):
-    """What a rank runs: the Trainer, whose first checkpoint is the best."""
+def keeps_the_best(folder, resumes=False, **options):
+    """What a rank runs: the Trainer, whose first checkpoint is the best. resumes: and goes on from it. options: of its
+    arguments."""
     from accelerate.utils import set_seed
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -381,12 +382,12 @@ def keeps_the_best(folder):
     score = itertools.count()
     arguments = TrainingArguments(
         str(folder / "out"), max_steps=2, save_steps=1, eval_steps=1, eval_strategy="steps", save_strategy="steps",
-        learning_rate=0.1, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
-        report_to=[], disable_tqdm=True,
+        learning_rate=0.1, metric_for_best_model="score", greater_is_better=True, report_to=[], disable_tqdm=True,
+        **{"load_best_model_at_end": True} | options,
     )  # fmt: skip
     score_of = lambda _: {"score": -next(score)}  # noqa: E731
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=score_of)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-1") if resumes else None)
     trainer.save_model()
     whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
     torch.save(whole, folder / f"rank{trainer.accelerator.process_index}.pt")

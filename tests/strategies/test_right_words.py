@@ -37,7 +37,9 @@ class Net(nn.Module):
         self.embed = nn.Embedding(64, WIDTH, sparse=what == "sparse")
         self.conv = nn.Conv2d(2, WIDTH, 4)
         self.blocks = nn.ModuleList(Block(what == "island") for _ in range(2))
-        self.tower, self.other, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.in_place = what == "in_place"  # as peft's AdaLoRA adds to the output of a layer
+        self.tower = nn.Linear(WIDTH, WIDTH, bias=not self.in_place)  # torchao's output with a bias may be changed
+        self.other, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
         self.other.requires_grad_(what == "swapped")
 
     def forward(self, ids, tower):
@@ -45,6 +47,10 @@ class Net(nn.Module):
         x = x + self.conv(x.view(-1, 2, 4, 4)).flatten(1)
         for block in self.blocks:
             x = block(x)
+        if self.in_place:
+            out = self.tower(x)
+            out += x
+            return self.head(out)
         return self.head(x + (self.tower if tower else self.other)(x) if tower is not None else x)
 
 
@@ -133,6 +139,9 @@ ROWS = [
     ("ddp_fp32", "orthogonal", TRAINS),
     ("ddp_fp8_msamp_o3", "other_strides", TRAINS),
     ("fsdp_fp32", "orthogonal", "that torch's shards do not have (aten.eye"),
+    ("fsdp_fp8_msamp_o2", "in_place", TRAINS),
+    ("ddp_fp8", "in_place", TRAINS),
+    ("fsdp_fp8", "in_place", "changes the output of an FP8 layer in place"),
     ("zero2_bf16", "loss", "1 tensors that are not in the model"),
 ]
 QUICK = {("ddp_fp32", "parts"), ("ddp_fp32", "twice"), ("fsdp_bf16", "tied_blocks"), ("zero2_bf16", "island")}
@@ -151,6 +160,7 @@ def test_what_plain_torch_trains_is_trained_or_refused_in_a_line(tmp_path, confi
     said = record(run)["error"] if alone else log
     assert "Traceback" not in log and log.count("refused: ") == (line is not TRAINS and not alone), log
     assert line is TRAINS or line in said, log
+    assert any(run.iterdir()) if run.exists() else line is not TRAINS, "a refused run leaves no empty folder"
 
 
 @pytest.mark.parametrize("config", ["fsdp_fp32", pytest.param("zero3_bf16", marks=pytest.mark.slow)])

@@ -412,7 +412,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         for name, (_, whole) in cast(Pieces, self.pieces(model)).items():  # one at a time, to save memory
             tensor = whole()
             state |= {name: tensor.cpu()} if main else {}
-        return state
+        # peft's VeRA reads its projections, which all layers share, by another name than the first
+        return state | {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped(model), False) if main}
 
     def pieces(self, model: nn.Module) -> Pieces | None:
         if unwrapped(model) is model:
