@@ -479,22 +479,22 @@ def large_files(made):
         return "".join(f'{{"step":{at}{rest}}}\n' for at in range(number)).encode()
 
     of_run, of_rows = ("show", "show --html", "compare", "export"), ("show --html", "compare")
+    yield "run.json", "notes, a text", changed("run.json", readers.RECORD, text(readers.RECORD), "notes"), of_run
     for change, *path in (
-        (names, "notes"), (text(readers.RECORD), "notes"), (keys, "args"), (keys, "final", "metrics"),
+        (names, "notes"), (keys, "args"), (keys, "final", "metrics"),
         (lambda number: keys(number, "1"), "versions"), (keys, "evidence", "dtypes", "parameters"),
         (names, "evidence", "linear_names"),
         (lambda number: [{"name": str(at), "reason": ""} for at in range(number // 3)], "evidence", "linear_skipped"),
         (lambda number: [[at, 1.5] for at in range(number // 3)], "seen", "loss_curve"),
         (lambda number: [{} for _ in range(number // 2)], "what nobody reads"),
     ):  # fmt: skip
-        what = f"{'.'.join(path)}, {'a text' if change(9) == text(readers.RECORD)(9) else 'values'}"
-        yield "run.json", what, changed("run.json", readers.RECORD, change, *path), of_run
+        yield "run.json", ".".join(path), changed("run.json", readers.RECORD, change, *path), of_run
     yield "data.json", "classes", changed("data.json", readers.RECORD, names, "classes"), ("compare", "export")
     measures = "".join(f',"measure {at}":1' for at in range(1990))
     yield "metrics.jsonl", "lines", lines(records.MOST, ""), of_rows
     yield "metrics.jsonl", "lines, too many to show", lines(readers.MOST_ROWS, ""), of_rows
     yield "metrics.jsonl", "numbers", lines(records.MOST // 2, ',"loss":1.5'), of_rows
-    yield "metrics.jsonl", "names", lines(1000, measures), of_rows
+    yield "metrics.jsonl", "names", lines(records.MOST // 2000, measures), of_rows
     yield "metrics.jsonl", "values", lines(14, ',"x":[' + "{}," * 200_000 + "{}]"), of_rows
     yield "metrics.jsonl", "text", lines(95, f',"x":"{wide}{"a" * (readers.LONGEST_ROW - 99)}"'), of_rows
     curve = "[" + "{}," * (readers.CHECKPOINT[1] // 2 - 99) + "{}]"
