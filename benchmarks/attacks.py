@@ -8,10 +8,12 @@ found in an earlier version, each tried again on two checkouts.
 
 families      cases that were tried, and those that did no harm: nothing lost, nothing touched outside the folder, one
               line that names the file. tests/faulty_io.py makes those of file operations, the tests that a row names
-              make the others, and some of them draw inputs. Those of two machines need root.
+              make the others, and some of them draw inputs. Those of two machines need root. Of files at their bounds
+              a row says what reading takes: seconds of a processor, and bytes of memory; 5 s and 500 MB are the most.
 the_thirteen  for each fault: whether it is held off, and what happened, `before` and `now`
 """
 
+import functools
 import json
 import os
 import re
@@ -49,6 +51,8 @@ FAMILIES = {  # name: what pytest is given
     "folders elsewhere, and of other runs": ["tests/checkpoint/test_other_places.py"],
 }  # fmt: skip
 DISKS = "saves of two machines"  # one is killed, or its disk is full, at every file operation
+BOUNDS = "files at their bounds"  # as large as those that are accepted can be
+MOST_SECONDS, MOST_BYTES = 5, 500_000_000  # of a processor and of memory, to read one of them
 STEPS = ["--model", "vit_nano", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0", "--logging_steps", "1"]
 LAUNCH = ["tools/accelerate_launch.py", "--config_file"]
 SECONDS = 300  # after which an attack has hung the program, on a machine that has other work, too
@@ -315,15 +319,21 @@ THIRTEEN = (manifest, clock, pipe, state, torn, output, interrupts, image, ports
 NUMBERS = range(1, len(THIRTEEN) + 1)
 
 
+def trained(checkout, folder):
+    """A run in a new folder, of a checkout."""
+    made = Path(folder, "made")
+    made.mkdir()
+    code, text = Home(checkout, made, Path(folder, "0")).train("--output_dir", made)
+    if code:
+        raise SystemExit(f"{checkout} does not run at all:\n{text[-2000:]}")
+    return made
+
+
 def thirteen(checkout, only):
     """{number: (held off, what happened)} of the faults with these numbers, on a checkout."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
-        made = Path(folder, "made")
-        made.mkdir()
-        code, text = Home(checkout, made, Path(folder, "0")).train("--output_dir", made)
-        if code:
-            raise SystemExit(f"{checkout} does not run at all:\n{text[-2000:]}")
+        made = trained(checkout, folder)
         for number in only:
             attack = THIRTEEN[number - 1]
             found[number] = attack(Home(checkout, made, Path(folder, str(number))))
@@ -371,6 +381,139 @@ def of_machines(every):
     return row | {"rows": [{key: each[key] for key in keys} | counted([each]) for each in found]}
 
 
+def at_bounds():
+    """The row of files at their bounds: each in the folder of a run, which tools read, and a run that goes on."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
+        made, run = trained(ROOT, folder), Path(folder, "run")
+        uses = readers_of(made)
+        for file, what, content, used in large_files(made):
+            shutil.copytree(made, run)
+            Path(run, file).write_bytes(content)
+            for use in used:
+                seconds, memory, refusal = taken(uses[use], run)
+                rows.append({"file": file, "of": what, "bytes": len(content), "read_by": use, "seconds": seconds,
+                             "memory_bytes": memory, "refusal": refusal})  # fmt: skip
+                print(json.dumps(rows[-1]), flush=True)
+            shutil.rmtree(run)
+    held = [row for row in rows if row["seconds"] < MOST_SECONDS and row["memory_bytes"] < MOST_BYTES]
+    return {"family": BOUNDS, "tried": len(rows), "survived": len(held), "rows": rows}
+
+
+def taken(use, run):
+    """(seconds of the processor, bytes of memory, what is refused or None) of `use(run)`, in a fork."""
+    import torch
+
+    from faithful.launch import machine
+
+    machine.trim_memory()  # of this process: what a fork takes of it again is not seen
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        began, memory, refusal = time.process_time(), machine.Memory(torch.device("cpu")), None
+        try:
+            use(run)
+        except Exception as error:
+            refusal = re.sub(r"(/[\w.-]+)+/", "", f"{type(error).__name__}: {error}")[:160]
+        os.write(writer, json.dumps([round(time.process_time() - began, 2), memory.peak(), refusal]).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as file:
+        return json.load(file)
+
+
+def readers_of(made):
+    """{who reads files of a run: function of its folder}"""
+    from faithful.checkpoint import checkpoints
+    from faithful.saving import state
+    from tools import advise, export, judge, records, show
+
+    def resume(run):
+        """As a run that goes on: a forger's manifest has the right hash."""
+        folder = run / "checkpoint-4"
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name in ("trainer_state.json", "rank0.safetensors"):
+            manifest[name] = checkpoints.entry(folder / name)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        if reason := checkpoints.unsound(folder):
+            raise ValueError(reason)
+        values, tensors = checkpoints.read_state(folder), checkpoints.tensors_of(folder, 0)
+        state.read_values(folder, values, tensors, ("registered", "groups", "schedulers", "optimizers"))
+
+    return {
+        "resume": resume,
+        "verify": lambda run: checkpoints.unsound(run / "checkpoint-4"),
+        "show": show.text,
+        "show --html": show.page_of,
+        "compare": lambda run: judge.make([records.read(run), records.read(made)], ""),
+        "export": lambda run: export.record_of(run) and export.source_of(run),
+        "export of a checkpoint": lambda run: export.plain_tensors([run / "checkpoint-4" / "rank0.safetensors"]),
+        "estimate --comparison": advise.read_comparison,
+    }
+
+
+def large_files(made):
+    """Yields (name in the folder of a run, what it has many of, its bytes, who reads it)."""
+    from faithful.disk import readers
+    from tools import records
+
+    wide = "\U0001f600"  # one such character, and each of a text takes four bytes
+
+    def changed(file, bounds, change, *path):
+        """The file with another value at `path`: `change` of the number of values that the bounds leave."""
+        value = json.loads((made / file).read_text())
+        inner = functools.reduce(lambda at, key: at[key], path[:-1], value)
+        inner[path[-1]] = change(bounds[1] - readers.values_in((made / file).read_bytes()) - 9)
+        return json.dumps(value, ensure_ascii=False).encode()
+
+    def text(bounds):
+        return lambda number: [wide + "a" * (bounds[0] - 200_000)]
+
+    def keys(number, value=1):
+        return {f"key {at}": value for at in range(number)}
+
+    def names(number):
+        return [f"name {at}" for at in range(number)]
+
+    def lines(number, rest):
+        return "".join(f'{{"step":{at}{rest}}}\n' for at in range(number)).encode()
+
+    of_run, of_rows = ("show", "show --html", "compare", "export"), ("show --html", "compare")
+    yield "run.json", "notes, a text", changed("run.json", readers.RECORD, text(readers.RECORD), "notes"), of_run
+    for change, *path in (
+        (names, "notes"), (keys, "args"), (keys, "final", "metrics"),
+        (lambda number: keys(number, "1"), "versions"), (keys, "evidence", "dtypes", "parameters"),
+        (names, "evidence", "linear_names"),
+        (lambda number: [{"name": str(at), "reason": ""} for at in range(number // 3)], "evidence", "linear_skipped"),
+        (lambda number: [[at, 1.5] for at in range(number // 3)], "seen", "loss_curve"),
+        (lambda number: [{} for _ in range(number // 2)], "what nobody reads"),
+    ):  # fmt: skip
+        yield "run.json", ".".join(path), changed("run.json", readers.RECORD, change, *path), of_run
+    yield "data.json", "classes", changed("data.json", readers.RECORD, names, "classes"), ("compare", "export")
+    measures = "".join(f',"measure {at}":1' for at in range(1990))
+    yield "metrics.jsonl", "lines", lines(records.MOST, ""), of_rows
+    yield "metrics.jsonl", "lines, too many to show", lines(readers.MOST_ROWS, ""), of_rows
+    yield "metrics.jsonl", "numbers", lines(records.MOST // 2, ',"loss":1.5'), of_rows
+    yield "metrics.jsonl", "names", lines(records.MOST // 2000, measures), of_rows
+    yield "metrics.jsonl", "values", lines(14, ',"x":[' + "{}," * 200_000 + "{}]"), of_rows
+    yield "metrics.jsonl", "text", lines(95, f',"x":"{wide}{"a" * (readers.LONGEST_ROW - 99)}"'), of_rows
+    curve = "[" + "{}," * (readers.CHECKPOINT[1] // 2 - 99) + "{}]"
+    report = f'{{"schema_version":2,"rows":[],"args":{{}},"recipe":"vit","device":"","measure":"loss","x":{curve}}}'
+    yield "report.json", "values", report.encode(), ("estimate --comparison",)
+    file = "checkpoint-4/trainer_state.json"
+    for what, change in (("values", names), ("a text", text(readers.CHECKPOINT))):
+        yield file, f"registered, {what}", changed(file, readers.CHECKPOINT, change, "registered"), ("resume",)
+    entries = "".join(f',"file {at}":{{"bytes":0,"xxh3_128":"0","keeper":1}}' for at in range(99_990))
+    manifest = (made / "checkpoint-4" / "manifest.json").read_text().rstrip()[:-1] + entries + "}"
+    yield "checkpoint-4/manifest.json", "files", manifest.encode(), ("verify",)
+    tensor = '"0:model/{0}":{{"dtype":"F32","shape":[1],"data_offsets":[{1},{2}]}}'
+    tensors = ",".join(tensor.format(at, 4 * at, 4 * at + 4) for at in range(210_000))
+    note = json.dumps({"__metadata__": {"x": text(readers.CHECKPOINT)(9)[0]}}, ensure_ascii=False)
+    for what, header, size in (("tensors", f"{{{tensors}}}", 4 * 210_000), ("a text", note, 0)):
+        content = len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(size)
+        yield "checkpoint-4/rank0.safetensors", what, content, ("resume", "export of a checkpoint")
+
+
 def counted(rows):
     """Cases of faulty_io.campaign: how many, and how many of them left all as it should be."""
     case = re.compile(r".*?, operation \d+")  # of which there may be several lines
@@ -402,7 +545,8 @@ def family(name, words):
 def again(names, every, output):
     """Runs these families, and writes their rows in the place of those in the output file."""
     here = {key: value for key, value in origin(("accelerate",)).items() if key in ("date", "versions", "device")}
-    rows = {name: (of_machines(every) if name == DISKS else family(name, FAMILIES[name])) | here for name in names}
+    own = {DISKS: lambda: of_machines(every), BOUNDS: at_bounds}
+    rows = {name: (own[name]() if name in own else family(name, FAMILIES[name])) | here for name in names}
     if output:
         before = made(output)
         families = list(({row["family"]: row for row in before["families"]} | rows).values())
@@ -419,7 +563,7 @@ def main():
     parser.add_argument(
         "--families",
         nargs="+",
-        choices=[*FAMILIES, DISKS],
+        choices=[*FAMILIES, DISKS, BOUNDS],
         help="only their rows; the rest is in the output file",
     )
     parser.add_argument("--every", type=int, default=1, help="let one of this many file operations fail")
@@ -441,7 +585,7 @@ def main():
     ]
     with ThreadPoolExecutor(2) as both:  # each waits for processes of its own
         tested = both.submit(lambda: [family(*row) for row in FAMILIES.items()])
-        families = [*operations(args.every), of_machines(args.every), *filter(None, tested.result())]
+        families = [*operations(args.every), of_machines(args.every), at_bounds(), *filter(None, tested.result())]
     figures = {"commit_before": commit.stdout.strip(), "families": families, "the_thirteen": rows}
     save(args.output, figures, ("accelerate", "hypothesis"))
 

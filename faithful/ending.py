@@ -181,7 +181,7 @@ class Run:
         if self.record.status == "finished":
             for folder, saved in self.saved.items():
                 with contextlib.suppress(Damaged), self.record.writing(f"{folder.name}/{card.NAME}"):
-                    record = readers.value_of(self.record.folder / "run.json")
+                    record = readers.value_of(self.record.folder / "run.json", {})
                     card.write(folder, record, saved, self.repository)
 
     def push(self) -> None:

@@ -397,7 +397,7 @@ class Campaign:
         damaged = rows.count(None)
         if damaged or not rows:
             yield f"metrics.jsonl has {damaged} damaged lines, {len(rows) - damaged} whole ones"
-        if readers.value_of(run / "run.json")["status"] != "finished":
+        if readers.value_of(run / "run.json", {})["status"] != "finished":
             yield "run.json is not that of a finished run"
 
 

@@ -136,7 +136,7 @@ def phase(told: Path) -> str | None:
 @functools.lru_cache(1)
 def status_of(record: Path, changed: int) -> Any:
     """The status in a run.json, which is read again when it has changed."""
-    return readers.of_kind(record, readers.value_of(record), {"status": str})["status"]
+    return readers.value_of(record, {"status": str})["status"]
 
 
 def what_next(folder: Path) -> None:

@@ -147,7 +147,7 @@ def read_comparison(folder: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise Refused(f"--comparison {folder}: no report.json there; {find.COMMAND} compare writes one")
     try:
-        comparison = readers.of_kind(file, readers.value_of(file), {})
+        comparison = readers.value_of(file, {}, readers.CHECKPOINT)  # with curves of many runs
         if comparison.get("schema_version") != 2:
             raise Refused(f"{file} is of another version: run its command again, finished runs are not repeated")
         return readers.of_kind(file, comparison, records.COMPARISON)

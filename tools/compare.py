@@ -264,7 +264,7 @@ def estimator(folder: Path) -> Callable[[dict[str, Any]], dict[str, Any] | None]
 
     def guess(record: dict[str, Any]) -> dict[str, Any] | None:
         try:
-            estimates = readers.of_kind(file, readers.value_of(file), {str: (None, {"total": readers.number})})
+            estimates = readers.value_of(file, {str: (None, {"total": readers.number})})
         except (OSError, ValueError):
             estimates = {}  # none yet, or damaged
         recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]

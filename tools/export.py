@@ -135,8 +135,8 @@ def plain_tensors(files: list[Path]) -> Loads:
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
     elif any(tensor_keys.kind(name) == tensor_keys.WEIGHT for name in parts[0]):
-        state = files[0].with_name(checkpoints.STATE)
-        tensors = from_checkpoint(parts, checkpoints.cuts_of(state) if state.is_file() else {})
+        folder = files[0].parent
+        tensors = from_checkpoint(parts, checkpoints.cuts_of(folder) if (folder / checkpoints.STATE).is_file() else {})
     else:
         tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {

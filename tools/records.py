@@ -14,7 +14,7 @@ from shared import args
 from shared.args import Refused
 
 SCHEMA = 3  # of run.json
-MOST = 2_000_000  # numbers of metrics.jsonl that a tool holds at once
+MOST = 800_000  # numbers of metrics.jsonl that a tool holds at once
 NOT_FINITE = ("nan", "inf", "-inf")  # numbers that JSON does not have
 ASIDE = {"step", "epoch", "grad_norm", "learning_rate", "lr"}  # logged beside metrics
 # Options that may differ: they do not change what is computed, or are compared as the global batch and the seed.
@@ -82,7 +82,7 @@ DATA = {f"{key}?": form for key, form in args.DATA_FORM.items()}
 def record_of(folder: Path) -> dict[str, Any]:
     """The run.json of a run. Raises Refused if there is none, or if it does not hold what a run writes."""
     try:
-        record = readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), RECORD)
+        record = readers.value_of(folder / "run.json", RECORD)
         record["seen"]["loss_curve"] = [point for point in record["seen"]["loss_curve"] if number(point[1])]
         return record
     except OSError as error:
@@ -95,7 +95,7 @@ def record_of(folder: Path) -> dict[str, Any]:
 def data_of(folder: Path) -> dict[str, Any]:
     """The data.json of a recipe's run. Raises Refused if it does not hold what a recipe writes."""
     try:
-        return readers.of_kind(folder / "data.json", readers.value_of(folder / "data.json"), DATA)
+        return readers.value_of(folder / "data.json", DATA)
     except (OSError, readers.Damaged) as error:
         raise Refused(f"{folder} has no readable data.json ({error})") from None
 

@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful.disk.names import printable  # noqa: E402
 from tools import cli, find, records  # noqa: E402
 
+MOST_CURVES, MOST_POINTS, MOST_CELLS = 20, 1000, 1000  # of a page: more takes minutes, and nobody sees it
+
 
 def rows(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     evidence, throughput, final = record["evidence"] or {}, record["throughput"], record["final"] or {}
@@ -50,17 +52,24 @@ def text(folder: Path, printed: Collection[str] = ()) -> str:
 # ------------------------------------------------------------------------------------------------------------ as a page
 
 
-def curves(record: dict[str, Any], logged: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """{name: [[step, value]]}: the training loss of every step, then whatever was logged, over the steps."""
-    points_of = {"loss": record["seen"]["loss_curve"]}
+def curves(record: dict[str, Any], logged: list[dict[str, Any]]) -> tuple[dict[str, list[list[float]]], int]:
+    """{name: [[step, value]]}: the training loss of every step, then what was logged, over the steps. Of very many
+    points some, evenly spread, and of very many measures some, with the number of those that are left out."""
+    names = dict.fromkeys(name for row in logged for name in row if name not in ("step", "epoch", "loss"))
+    losses = [name for name in names if "loss" in name][:MOST_CURVES]
+    others = sorted(names.keys() - set(losses), key=lambda name: (name in records.ASIDE, name))
+    drawn = {*losses, *[name for name in others if "loss" not in name][:MOST_CURVES]}
+    points_of = {"loss": record["seen"]["loss_curve"]} | {name: [] for name in names if name in drawn}
     for row in logged:
-        for name in row.keys() - {"step", "epoch", "loss"}:
-            points_of.setdefault(name, []).append([row["step"], row[name]])
-    return {name: [[*point, point[1], point[1]] for point in points] for name, points in points_of.items() if points}
+        for name in drawn & row.keys():
+            points_of[name].append([row["step"], row[name]])
+    some = {name: points[:: -(-len(points) // MOST_POINTS)] for name, points in points_of.items() if points}
+    whole = {name: [[*point, point[1], point[1]] for point in points] for name, points in some.items()}
+    return whole, len(names) - len(drawn)
 
 
-def drawn_curves(points_of: dict[str, list[list[float]]]) -> Iterator[str]:
-    """One picture with all losses, then one picture for each other measure."""
+def drawn_curves(points_of: dict[str, list[list[float]]], more: int = 0) -> Iterator[str]:
+    """One picture with all losses, then one picture for each other measure. more: the number of those left out."""
     from tools import drawings, page, report
 
     losses = [name for name in points_of if "loss" in name]
@@ -77,6 +86,8 @@ def drawn_curves(points_of: dict[str, list[list[float]]]) -> Iterator[str]:
             drawn,
             drawings.in_numbers(numbers, report.number) if numbers else "",
         )
+    if more:
+        yield page.words(f"{more:,} more measures are in metrics.jsonl.")
 
 
 def drawn_memory(record: dict[str, Any]) -> str:
@@ -113,7 +124,9 @@ def drawn_layers(evidence: dict[str, Any]) -> str:
     colours = {True: page.colour(0), False: page.colour(1)}
     key = page.legend([("in FP8", colours[True])] + [("in high precision", colours[False])] * bool(skipped))
     caption = f"Linear layers in the order of the model, from {names[0]} to {names[-1]}."
-    drawn = page.picture(page.strip([colours[name not in skipped] for name in names]), caption, key)
+    drawn = page.words(f"{len(names):,} Linear layers are too many to draw.")
+    if len(names) <= MOST_CELLS:
+        drawn = page.picture(page.strip([colours[name not in skipped] for name in names]), caption, key)
     why = page.table(["in high precision", "why"], list(skipped.items())) if skipped else ""
     return page.section("Layers in FP8", drawn, why)
 
@@ -162,7 +175,7 @@ def page_of(folder: Path) -> str:
     record, logged = records.record_of(folder), records.over_time(records.rows_of(folder))
     evidence = record["evidence"]
     table = {name: str(value) for name, value in rows(record) if value and name not in ("measured", "note")}
-    parts = [*drawn_curves(curves(record, logged))]
+    parts = [*drawn_curves(*curves(record, logged))]
     if evidence and evidence["bytes_per_parameter"]:  # counted after the first step
         parts.insert(0, page.section("What was counted on the live tensors", page.pairs(in_words(record))))
         parts.append(drawn_memory(record))

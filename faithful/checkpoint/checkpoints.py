@@ -73,16 +73,21 @@ def entry(path: Path) -> dict[str, int | str]:
 def manifest_of(folder: Path) -> dict[str, Entry]:
     """{name: ENTRY} of a checkpoint's files. Each name is that of a file in the folder, or of one that is missing
     there. Raises OSError, and ValueError if it is damaged."""
-    file = folder / MANIFEST
-    manifest = readers.of_kind(file, readers.value_of(file), {str: ENTRY})
+    manifest = readers.value_of(folder / MANIFEST, {str: ENTRY}, readers.CHECKPOINT)
     if len(manifest) > MOST_FILES:
-        raise readers.Damaged(f"{file} names more than {MOST_FILES:,} files")
+        raise readers.Damaged(f"{folder / MANIFEST} names more than {MOST_FILES:,} files")
     for name in manifest:
         names.inside(folder, name)
     return manifest
 
 
-DAMAGE = (OSError, ValueError)  # what reading a damaged manifest raises
+def state_of(folder: Path, form: Any) -> dict[str, Any]:
+    """The trainer_state.json of a checkpoint, which has at least this form. Raises OSError, and ValueError if it has
+    not."""
+    return readers.value_of(folder / STATE, form, readers.CHECKPOINT)
+
+
+DAMAGE = (OSError, ValueError)  # what reading a damaged manifest or state raises
 
 
 def is_as_written(path: Path, wanted: Entry, check_hash: bool = True) -> bool:
@@ -135,15 +140,14 @@ class Save:
         self.mark, self.made = self.temporary / f".{self.identity['save']}", False
         if self.main:
             self.attempt(self.make_folder)
-        told = self.together("make the checkpoint's folder", [str(self.mark), self.error])
+        told = self.together("make the checkpoint's folder", str(self.mark))
         if process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # there are several machines
-            if not self.main and not sees(Path(told[0][0])):
+            if not self.main and not sees(Path(told[0])):
                 self.keeper = self.rank - process.local_process_index
                 if self.rank == self.keeper:
                     self.attempt(self.make_folder)
-            told = self.together("make the checkpoint's folder on each disk", [self.count, self.error])
-            self.count = max((count for count, _ in told if count), default=None)
-        self.error = next((error for _, error in told if error), None)  # then there is nothing to write
+            told = self.together("make the checkpoint's folder on each disk", self.count)
+            self.count = max(filter(None, told), default=None)
 
     def make_folder(self) -> None:
         if number(self.folder) is not None and self.folder.is_symlink():  # on a disk that the main process does not see
@@ -166,8 +170,10 @@ class Save:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def together(self, what: str, value: Any = None) -> list[Any]:
-        """Waits for the other ranks, and returns what each says."""
-        return [value] if self.alone else launcher.wait_for_all(what, value)
+        """Waits for the other ranks, and returns what each says. `error` is then the first one of any rank."""
+        told = [(self.error, value)] if self.alone else launcher.wait_for_all(what, (self.error, value))
+        self.error = next((error for error, _ in told if error), None)
+        return [value for _, value in told]
 
     def write(self, parts: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Writes {name: tensor} of this rank, and completes the checkpoint when all ranks have. Sets `error` to the
@@ -180,26 +186,24 @@ class Save:
             written = {path.name: tensor_files.write(parts, path)}
         except OSError as problem:
             self.error = self.error or str(problem)
-        outcomes = self.together("write their part of the checkpoint", [self.error, written, self.keeper])
-        self.error = next((error for error, *_ in outcomes if error), None)
-        if any(keeper for *_, keeper in outcomes):
+        outcomes = self.together("write their part of the checkpoint", (written, self.keeper))
+        if any(keeper for _, keeper in outcomes):
             [state, *_] = self.together("share the checkpoint's state", state if self.main else None)
         if self.rank == self.keeper and not self.error:
             every: dict[str, Entry] = {}
-            for _, files, keeper in outcomes:
+            for files, keeper in outcomes:
                 elsewhere = {} if keeper == self.keeper else {"keeper": keeper}
                 every |= {name: of_file | elsewhere for name, of_file in files.items()}
             self.attempt(self.complete, every, state)
-        self.agree("complete the checkpoint")
+        self.together("complete the checkpoint")
         moved = not self.error and self.folder.exists()  # from now on, and by whoever is next if it cannot be done
         if self.rank == self.keeper and not self.error:
             self.attempt(self.publish)
-        told = self.together("put the checkpoint in its place", [self.error, self.outdated(state["run"])])
-        self.error = next((error for error, _ in told if error), None)
+        told = self.together("put the checkpoint in its place", self.outdated(state["run"]))
         if self.error:
             moved or self.give_up()
         elif self.rank == self.keeper:
-            for name, which in told[0][1]:  # the main process says it for all disks
+            for name, which in told[0]:  # the main process says it for all disks
                 if identity(self.folder.with_name(name)) == which:
                     with contextlib.suppress(*DAMAGE):
                         remove(self.folder.with_name(name))
@@ -222,16 +226,13 @@ class Save:
         except (OSError, names.Unsafe) as problem:
             self.error = str(problem)
 
-    def agree(self, what: str) -> None:
-        """Waits for the other ranks. `error` is then the first one of any rank."""
-        self.error = next((error for error in self.together(what, self.error) if error), None)
-
     def complete(self, files: dict[str, Entry], state: dict[str, Any]) -> None:
         """Writes the state and the manifest. files: {name: ENTRY} of all ranks' files."""
         self.mark.unlink(missing_ok=True)
         write_json(self.temporary / STATE, state | {"keeper": self.keeper})
-        if readers.values_in(readers.bytes_of(self.temporary / STATE)) > readers.MOST:
-            raise OSError(f"what it holds besides tensors is more than {readers.MOST:,} values")
+        largest, most = readers.CHECKPOINT
+        if readers.values_in(readers.bytes_of(self.temporary / STATE, largest)) > most:
+            raise OSError(f"what it holds besides tensors is more than {most:,} values")
         for name in names.files_below(self.temporary):
             names.inside(self.temporary, name)  # a hook of the script may have made a symlink
             files[name] = files.get(name) or entry(self.temporary / name)
@@ -315,8 +316,8 @@ def ours(folder: Path) -> set[str]:
     except DAMAGE:
         ranks = {path.name for path in folder.glob("rank*.safetensors") if RANKS_FILE.fullmatch(path.name)}
         known = ranks and ranks | {STATE, MANIFEST}
-    with contextlib.suppress(OSError, ValueError):
-        if "global_step" in readers.of_kind(folder / STATE, readers.value_of(folder / STATE), {}):
+    with contextlib.suppress(*DAMAGE):
+        if "global_step" in state_of(folder, {}):
             known -= {STATE}  # transformers' Trainer has written its own
     return known
 
@@ -354,11 +355,10 @@ def identity(folder: Path, staged: bool = False) -> dict[str, Any] | None:
     are None in one of an earlier version. The same on the disks of all machines. None where it has none of ours.
     staged: of the one that is about to be moved to `folder`."""
     place = folder / STAGED if staged else folder
-    file = place / STATE if (place / STATE).exists() else folder / STATE  # where it has been moved
     try:
-        state = readers.of_kind(file, readers.value_of(file), AGE)
+        state = state_of(place if (place / STATE).exists() else folder, AGE)  # where it has been moved
         return {key: state.get(key) for key in ("run", "save", "counter")} if (place / MANIFEST).exists() else None
-    except (OSError, ValueError):
+    except DAMAGE:
         return None
 
 
@@ -373,11 +373,6 @@ def remove(folder: Path) -> None:
     for parent in sorted(inner, key=lambda path: len(path.parts), reverse=True):
         with contextlib.suppress(OSError):  # not empty
             (folder / parent).rmdir()
-
-
-def is_leftover(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint that a killed process has not completed."""
-    return bool(re.fullmatch(r"checkpoint[-_]\d+\.tmp", folder.name)) and is_unfinished(folder)
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -395,28 +390,21 @@ def number(folder: Path) -> int | None:
 
 
 def list_checkpoints(output_dir: Path | str) -> list[Path]:
-    """The checkpoint folders in `output_dir`, newest first. Raises OSError as `by_age` does."""
-    return [folder for _, folder in by_age(output_dir)]
-
-
-def by_age(output_dir: Path | str) -> list[tuple[float, Path]]:
-    """[(age_of, folder)] of the checkpoints in `output_dir`, newest first: by a counter, because clocks are set, and a
-    run that goes on from an older one writes smaller numbers than those of the steps that it gave up. Incomplete and
-    damaged ones are the last, by number. Raises OSError for a folder that cannot be read, which may hold some
-    (Path.glob finds none in it)."""
+    """The checkpoint folders in `output_dir`, newest first: by a counter, because clocks are set, and a run that goes
+    on from an older one writes smaller numbers than those of the steps that it gave up. Incomplete and damaged ones are
+    the last, by number. Raises OSError for a folder that cannot be read, which may hold some: Path.glob finds none."""
     try:
         found = [path for path in map(Path(output_dir).joinpath, os.listdir(output_dir)) if number(path) is not None]
     except (FileNotFoundError, NotADirectoryError):
         found = []
-    ages = sorted(((age_of(folder), number(folder), folder) for folder in found), reverse=True)
-    return [(age, folder) for age, _, folder in ages]
+    return sorted(found, key=lambda folder: (age_of(folder), number(folder), folder), reverse=True)
 
 
 def age_of(folder: Path) -> float:
     """The counter of a checkpoint; larger ones are newer. -1 where there is no state or it is damaged, inf where it
     cannot be read: it may be sound, so nobody deletes it."""
     try:
-        return readers.of_kind(folder / STATE, readers.value_of(folder / STATE), AGE)["counter"]
+        return state_of(folder, AGE)["counter"]
     except ValueError:
         return -1
     except OSError as error:
@@ -426,7 +414,7 @@ def age_of(folder: Path) -> float:
 
 def next_count(output_dir: Path | str) -> int:
     """The counter of a checkpoint that is the newest in its folder."""
-    return 1 + max((int(count) for count, _ in by_age(output_dir) if count < math.inf), default=0)
+    return 1 + max((int(age) for age in map(age_of, list_checkpoints(output_dir)) if age < math.inf), default=0)
 
 
 def candidates(output_dir: Path | str) -> list[Path]:
@@ -486,9 +474,9 @@ def damage(folder: Path, rank: int, processes: int) -> str | None:
 def ranks_that_saved(folder: Path) -> int:
     """The number of processes that wrote a file of the checkpoint; 0 if its state cannot be read."""
     try:
-        state = readers.of_kind(folder / STATE, readers.value_of(folder / STATE), RANKS)
+        state = state_of(folder, RANKS)
         return 1 if state["alone"] else state["plan"]["num_processes"]
-    except (OSError, ValueError):
+    except DAMAGE:
         return 0
 
 
@@ -515,7 +503,9 @@ def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
     for folder in dict.fromkeys(folder for each in gather_object(listed) for folder in each):
         settle_together(folder)
         here = process.process_index, process.num_processes
-        reason, shown = None if is_accelerates(folder) else unsound(folder, *here), as_given(folder, given)
+        reason = None if is_accelerates(folder) else unsound(folder, *here)
+        # as the script names it, which has given it or its parent, if that is the same here
+        shown = next((path for path in (given, given / folder.name) if path.absolute() == folder), folder)
         launcher.wait_for_all("verify the checkpoint")
         if reason and process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
             reason += f" on {socket.gethostname()}"
@@ -539,44 +529,33 @@ def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
     return None
 
 
-def as_given(folder: Path, given: Path) -> Path:
-    """`folder` as the script names it, which has given it or its parent, if that is the same here."""
-    return next((path for path in (given, given / folder.name) if path.absolute() == folder), folder)
-
-
 def is_accelerates(folder: Path) -> bool:
     """Whether Accelerate itself wrote the checkpoint `folder`."""
     return not (folder / MANIFEST).exists() and any(folder.glob("random_states_*.pkl"))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """`trainer_state.json` of a checkpoint that `find` has verified."""
-    file = folder / STATE
+    """`trainer_state.json` of a checkpoint that `find` has verified: all that this version writes, each value of its
+    type and range."""
     try:
-        state = readers.of_kind(file, readers.value_of(file), {"format": readers.count()})
+        state = state_of(folder, {"format": readers.count()})
         if state["format"] != FORMAT:
             raise Refused(
                 f"{folder} was written in format {state['format']}, this version reads {FORMAT}: resume it with the "
                 "version that wrote it"
             )
-        return whole_state(file, state)
+        processes = readers.of_kind(folder / STATE, state, WHOLE)["plan"]["num_processes"]
+        within = {"keeper": readers.count(0, processes - 1), "replicas": readers.count(1, processes)}
+        return readers.of_kind(folder / STATE, state, within)
     except ValueError as error:
         raise Refused(f"{error}: take another checkpoint") from None
 
 
-def whole_state(file: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` if it has all that this version writes, each value of its type and range. Raises Damaged."""
-    readers.of_kind(file, state, WHOLE)
-    processes = state["plan"]["num_processes"]
-    within = {"keeper": readers.count(0, processes - 1), "replicas": readers.count(1, processes)}
-    return readers.of_kind(file, state, within)
-
-
-def cuts_of(file: Path) -> dict[str, int | None]:
-    """{name: dimension along which tensor parallel has split it, or None} in a trainer_state.json. Raises Refused."""
+def cuts_of(folder: Path) -> dict[str, int | None]:
+    """{name: dimension along which tensor parallel has split it, or None} in a checkpoint's state. Raises Refused."""
     try:
-        return readers.of_kind(file, readers.value_of(file), {"cuts": WHOLE["cuts"]})["cuts"]
-    except (OSError, ValueError) as error:
+        return state_of(folder, {"cuts": WHOLE["cuts"]})["cuts"]
+    except DAMAGE as error:
         raise Refused(f"{error}: take another checkpoint") from None
 
 

@@ -21,7 +21,8 @@ from faithful.errors import Refused
 from faithful.launch import launcher
 
 RECORD, METRICS = "run.json", "metrics.jsonl"
-LEFT = r"error-rank\d+\.json|\.taken-[0-9a-f]{32}(-disk)?"  # files that killed processes leave
+LEFT = r"error-rank\d+\.json|\.taken-[0-9a-f]{32}(-disk)?"  # files that killed processes leave, and folders
+LEFT_FOLDER = r"checkpoint[-_]\d+\.tmp"
 
 
 class RunFolder:
@@ -77,7 +78,7 @@ class RunFolder:
             return None
         self.begun = True
         for path in list(self.path.iterdir()):
-            if checkpoints.is_leftover(path):
+            if re.fullmatch(LEFT_FOLDER, path.name) and checkpoints.is_unfinished(path):
                 shutil.rmtree(path, ignore_errors=True)
             elif re.fullmatch(LEFT, path.name):
                 path.unlink(missing_ok=True)
@@ -134,9 +135,9 @@ class RunFolder:
         """(status, time of its start, id) of the run whose record is here. The id is None if it is of an earlier
         version."""
         try:
-            earlier = readers.value_of(self.path / RECORD)
-            return str(earlier["status"]), str(earlier["started"]), earlier.get("run")
-        except (OSError, ValueError, KeyError, TypeError):
+            earlier = readers.value_of(self.path / RECORD, {"status": str, "started": str})
+            return earlier["status"], earlier["started"], earlier.get("run")
+        except (OSError, ValueError):
             return "of unknown state", "", None
 
     def has_its_record(self) -> bool:

@@ -1,7 +1,7 @@
 """The files that save_model writes: `model.safetensors`, or in several files with an index."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from faithful.disk import tensor_files
-from faithful.disk.folders import write_files
 from faithful.disk.names import short
-from faithful.disk.replacing import write_json
+from faithful.disk.replacing import write_files, write_json
 from faithful.errors import NotSaved, Refused
 from faithful.launch import launcher
 from faithful.tensors.names import local
@@ -53,7 +52,11 @@ def stream_weights(pieces: Pieces, folder: Path, max_shard_size: int | str, main
     pieces: every rank calls their functions, in one order. main: whether this process writes."""
     like = {name: torch.empty_like(tensor, device="meta") for name, (tensor, _) in pieces.items()}
     split = split_torch_state_dict_into_shards(like, max_shard_size=max_shard_size)
-    left = deque(name for names in split.filename_to_tensors.values() for name in in_order_of(like, names))
+    left = deque(
+        name
+        for names in split.filename_to_tensors.values()
+        for name in tensor_files.in_order({n: like[n] for n in names})
+    )
 
     def load(name: str) -> torch.Tensor:
         due = left.popleft()
@@ -68,10 +71,6 @@ def stream_weights(pieces: Pieces, folder: Path, max_shard_size: int | str, main
         while left:  # the others' share of the work, or after an error what the other ranks wait for
             load(left[0])
         launcher.wait_for_all("write the weights")
-
-
-def in_order_of(like: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[str]:
-    return tensor_files.in_order({name: like[name] for name in names})
 
 
 def write_split(
@@ -92,7 +91,7 @@ def write_split(
 
 
 def write_model(folder: Path, write: Callable[[Path], object], names: str) -> None:
-    """As disk.folders.write_files. Raises NotSaved."""
+    """As disk.replacing.write_files. Raises NotSaved."""
     try:
         write_files(folder, write, names)
     except (OSError, RuntimeError, SafetensorError) as problem:

@@ -4,13 +4,12 @@ twice, control characters. Each function raises Unreadable."""
 
 import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from faithful.disk.names import short
+from faithful.disk.names import opened, short
 
 LONGEST = 1 << 16  # bytes of a file
 DEEPEST = 20  # lists and sections inside each other
@@ -32,13 +31,8 @@ def read(path: Path | str) -> Any:
 def text_of(path: Path | str) -> str:
     """The text of a regular file, or of one to which a symlink of the user's leads."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Unreadable("cannot be read: it is not a regular file")
+        with os.fdopen(opened(os.path.realpath(path)), "rb") as file:
             content = file.read(LONGEST + 1)
-    except Unreadable:
-        raise
     except (OSError, ValueError) as error:  # a path that holds \0
         raise Unreadable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(content) > LONGEST:

@@ -5,15 +5,15 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from faithful.disk.names import opened, short
 
 # What is read takes at most 5 seconds and 500 MB of memory, whatever is in it: docs/runs.md has the bounds.
-LARGEST = 1 << 25  # bytes of a JSON file of ours
-MOST = 1_500_000  # values in it
+CHECKPOINT = 1 << 25, 1_500_000  # bytes and values of a JSON file in a checkpoint, and of the header of a tensor file
+RECORD = 1 << 23, 250_000  # of any other one: what a tool shows and compares
 DEEPEST = 200  # objects and lists in one another
 LONGEST_LOG, MOST_ROWS, MOST_LOGGED = 3 << 25, 1_000_000, 6_000_000  # bytes, lines and values of metrics.jsonl
 LONGEST_ROW = 1 << 20  # bytes of a line
@@ -38,9 +38,9 @@ def reading(path: Path | str, most: int) -> Iterator[BinaryIO]:
         raise
 
 
-def bytes_of(path: Path | str) -> bytes:
-    """The bytes of a regular file, at most LARGEST. Raises OSError, which names it."""
-    with reading(path, LARGEST) as file:
+def bytes_of(path: Path | str, most: int) -> bytes:
+    """The bytes of a regular file, at most so many. Raises OSError, which names it."""
+    with reading(path, most) as file:
         return file.read()
 
 
@@ -49,17 +49,19 @@ def values_in(text: bytes) -> int:
     return 1 + sum(map(text.count, (b",", b"[", b"{")))
 
 
-def value_of(path: Path | str) -> Any:
-    """The value in a JSON file. Raises Damaged, and OSError where it cannot be read."""
-    text = bytes_of(path)
-    if values_in(text) > MOST:
-        raise Damaged(f"{path} holds more than {MOST:,} values")
+def value_of(path: Path | str, form: Any, bounds: tuple[int, int] = RECORD) -> Any:
+    """The value in a JSON file, if it has the form: see `of_kind`. Raises Damaged, and OSError where it cannot be
+    read."""
+    text = bytes_of(path, bounds[0])
+    if values_in(text) > bounds[1]:
+        raise Damaged(f"{path} holds more than {bounds[1]:,} values")
     try:
-        return parsed(text)
+        value = parsed(text)
     except RecursionError:
         raise Damaged(f"{path} is nested too deep") from None
     except ValueError as error:
         raise Damaged(f"{path} is not JSON ({str(error).splitlines()[0]})") from None
+    return of_kind(path, value, form)
 
 
 def parsed(text: bytes) -> Any:
@@ -67,14 +69,11 @@ def parsed(text: bytes) -> Any:
     value = DECODER.decode(text.decode())  # not json.loads, which takes halves of characters for text
     level = [value] if text.count(b"[") + text.count(b"{") > DEEPEST else []
     for _ in range(DEEPEST):
-        level = [inner for one in level if isinstance(one, dict | list) for inner in inside_of(one)]
+        lists = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in lists for inner in one]
         if not level:
             return value
     raise RecursionError
-
-
-def inside_of(one: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return one.values() if isinstance(one, dict) else one
 
 
 def of_kind(path: Path | str, value: Any, form: Any, at: str = "") -> Any:
@@ -88,7 +87,7 @@ def of_kind(path: Path | str, value: Any, form: Any, at: str = "") -> Any:
     if isinstance(form, dict | list):
         wanted = type(form)
         if not isinstance(value, wanted):
-            raise Damaged(f"{path}: {at or 'its content'} is {kind(value)}, not {KINDS[wanted]}")
+            raise Damaged(f"{path}: {at or 'its content'} is {KINDS.get(type(value), 'a number')}, not {KINDS[wanted]}")
         if isinstance(form, list) or str in form:
             every = form[0] if isinstance(form, list) else form[str]
             for key, inner in enumerate(value) if isinstance(value, list) else value.items():
@@ -106,10 +105,6 @@ def of_kind(path: Path | str, value: Any, form: Any, at: str = "") -> Any:
 
 
 KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}
-
-
-def kind(value: object) -> str:
-    return KINDS.get(type(value), "a number")
 
 
 def count(first: int = 0, last: int = 2**63 - 1) -> Callable[[Any], bool]:

@@ -29,12 +29,9 @@ def hidden(value: Any) -> Any:
     if isinstance(value, list):
         return [hidden(inner) for inner in value]
     if isinstance(value, dict):
-        return {key: HIDDEN if is_secret(key) and text(inner) else hidden(inner) for key, inner in value.items()}
+        secret = {key for key, inner in value.items() if inner and isinstance(inner, str) and is_secret(key)}
+        return {key: HIDDEN if key in secret else hidden(inner) for key, inner in value.items()}
     return value
-
-
-def text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
 
 
 def hidden_in_words(words: Iterable[str]) -> list[str]:

@@ -79,10 +79,11 @@ def check_header(path: Path | str) -> None:
     """Raises OSError for what is no regular file, which would be waited for, and for a header that is too large."""
     with os.fdopen(opened(path), "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > readers.LARGEST:
-            raise OSError(f"its header is larger than {readers.LARGEST >> 20} MiB")
-        if readers.values_in(file.read(size)) > readers.MOST:
-            raise OSError(f"its header holds more than {readers.MOST:,} values")
+        largest, most = readers.CHECKPOINT
+        if size > largest:
+            raise OSError(f"its header is larger than {largest >> 20} MiB")
+        if readers.values_in(file.read(size)) > most:
+            raise OSError(f"its header holds more than {most:,} values")
 
 
 class TensorFile(Mapping[str, torch.Tensor]):

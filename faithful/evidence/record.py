@@ -138,7 +138,7 @@ class Record:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             form = {"seen": {"loss_curve": [[readers.number]]}}
             path = self.folder / "run.json"
-            before = readers.of_kind(path, readers.value_of(path), form)["seen"]["loss_curve"]
+            before = readers.value_of(path, form)["seen"]["loss_curve"]
             self.seen["loss_curve"] = [point for point in before if len(point) == 2 and point[0] <= step]
 
     def complete(self, steps: "Steps") -> bool:
@@ -148,7 +148,7 @@ class Record:
         seen = {"loss_curve": [[readers.number]], "last_step?": readers.number}
         form = {"recipe": str, "seen": seen, "final": (None, {"step": readers.number}), "run?": str}
         try:
-            before = readers.of_kind(path, readers.value_of(path), form)
+            before = readers.value_of(path, form)
         except (OSError, ValueError, RecursionError):
             return False
         curve = dict(point for point in before["seen"]["loss_curve"] if len(point) == 2)
@@ -283,7 +283,7 @@ def errors_left(folder: Path) -> str | None:
     errors = []
     for file in folder.glob("error-rank*.json"):
         with contextlib.suppress(OSError, ValueError):
-            errors.append(readers.of_kind(file, readers.value_of(file), {"rank": int, "error": str, "time": str}))
+            errors.append(readers.value_of(file, {"rank": int, "error": str, "time": str}))
     errors.sort(key=lambda error: (error["time"], error["rank"]))
     return "; ".join(f"rank {error['rank']}: {error['error']}" for error in errors[:3]) or None
 
@@ -292,7 +292,7 @@ def end_for(folder: Path, why: str) -> None:
     """Writes into run.json that the run has failed, if its main process was killed before it could. why: what its
     launcher knows."""
     with contextlib.suppress(OSError, ValueError):
-        record = readers.of_kind(folder / "run.json", readers.value_of(folder / "run.json"), {"status": str})
+        record = readers.value_of(folder / "run.json", {"status": str})
         if record["status"] == "running":
             error = errors_left(folder) or why
             write_json(folder / "run.json", record | {"status": "failed", "error": error, "finished": now()})

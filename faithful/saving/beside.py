@@ -50,7 +50,7 @@ def write(prepared: nn.Module, folder: Path, facts: Path) -> Saved:
             model.generation_config.save_pretrained(folder)
         return Saved(kind, "transformers", task_of(kind))
     if "timm" in sys.modules and hasattr(model, "pretrained_cfg") and hasattr(model, "num_classes"):
-        write_timm(model, folder, value_of(facts) if facts.is_file() else {})
+        write_timm(model, folder, value_of(facts, {}) if facts.is_file() else {})
         return Saved(kind, "timm", "image-classification" if model.num_classes else "image-feature-extraction")
     return Saved(kind)
 
@@ -67,21 +67,17 @@ def task_of(kind: str) -> str | None:
     return next((task for task, kinds in TASK_MAPPING.items() if kind in _get_mapping_values(kinds)), None)
 
 
-def timm() -> Any:
-    """The package, which a model of it has imported: an import here would make it one of those that faithful needs."""
-    return sys.modules["timm"]
-
-
 def write_timm(model: nn.Module, folder: Path, facts: dict[str, Any]) -> None:
     """Writes timm's config of a model that `timm.create_model` has made. A script may have changed its layers since, so
-    the config is kept only if it makes a model of the shapes that were saved."""
+    the config is kept only if it makes a model of the shapes that were saved. It is taken from sys.modules, because an
+    import would make timm a package that faithful needs."""
     known = {key: facts[key] for key in ("mean", "std", "interpolation", "crop_pct") if facts.get(key) is not None}
     if facts.get("image_size"):
         known["input_size"] = facts["in_chans"], facts["image_size"], facts["image_size"]
         known = known if "interpolation" in facts else PLAIN_IMAGES | known
     names: dict[str, Any] = {"label_names": facts["classes"]} if facts.get("classes") else {}
     with replaced(folder / CONFIG) as temporary:
-        timm().models._hub.save_config_for_hf(model, str(temporary), names, data_config=known)
+        sys.modules["timm"].models._hub.save_config_for_hf(model, str(temporary), names, data_config=known)
         made = json.loads(temporary.read_text())
         # transformers' loader takes the number of classes that stands beside this one, and fails of two.
         made.get("model_args", {}).pop("num_classes", None)
@@ -96,7 +92,7 @@ def shapes_of(config: dict[str, Any]) -> dict[str, list[int]] | None:
     """{name: shape} of the tensors of the model that timm makes of a config, or None if it cannot."""
     with contextlib.suppress(RuntimeError, TypeError, ValueError), init_empty_weights():
         options = {"num_classes": config["num_classes"]} | config.get("model_args", {})
-        model = timm().create_model(config["architecture"], **options)
+        model = sys.modules["timm"].create_model(config["architecture"], **options)
         return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from faithful.disk.names import printable
-from faithful.disk.readers import bytes_of, number
+from faithful.disk.readers import RECORD, bytes_of, number
 from faithful.disk.replacing import write_text
 from faithful.saving.beside import CONFIG, Saved
 
@@ -22,7 +22,7 @@ def write(folder: Path, record: dict[str, Any], saved: Saved, repository: str | 
     """Writes the card of the model in `folder`, unless a card is there that is not ours. record: run.json. repository:
     where the model will be on the Hub. Raises OSError."""
     file = folder / NAME
-    if not file.exists() or MARK.encode() in bytes_of(file):
+    if not file.exists() or MARK.encode() in bytes_of(file, RECORD[0]):
         write_text(file, text(record, saved if (folder / CONFIG).is_file() else Saved(saved.kind), repository))
 
 

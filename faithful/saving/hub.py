@@ -4,17 +4,16 @@ recipes' options --push_to_hub, --hub_model_id and --hub_private_repo set, and a
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from faithful.disk.names import printable
 from faithful.errors import Refused
 
 ASKED, NAME, PRIVATE = "FAITHFUL_PUSH_TO_HUB", "FAITHFUL_HUB_MODEL_ID", "FAITHFUL_HUB_PRIVATE_REPO"
 TRUE = ("1", "true", "yes", "on")
-Result = TypeVar("Result")
 
 
 class NotPushed(Exception):
@@ -56,17 +55,11 @@ def push(folder: Path, name: str) -> str:
     return f"pushed: {done.commit_url}"
 
 
-def reached(call: Callable[[], Result]) -> Result:
+def reached(call: Callable[[], Any]) -> Any:
     """What a call to the Hub returns. Raises NotPushed for all the errors that it can have."""
     try:
         return call()
-    except OfflineModeIsEnabled:
-        raise NotPushed("offline mode is on") from None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise NotPushed(first_line(error)) from None
-    except Exception as error:  # the client's own: a connection, a timeout, a file that has changed
-        raise NotPushed(f"{type(error).__name__}: {first_line(error)}") from None
-
-
-def first_line(error: Exception) -> str:
-    return printable((str(error).strip().splitlines() or [type(error).__name__])[0][:300]).rstrip(".:")
+    except Exception as error:  # the Hub's, or the client's own: a connection, a timeout, a file that has changed
+        kind = "" if isinstance(error, HfHubHTTPError | HFValidationError) else f"{type(error).__name__}: "
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise NotPushed(kind + printable(said).rstrip(".:")) from None

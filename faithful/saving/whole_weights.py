@@ -101,41 +101,26 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Replaces the model's parameters by `weights`, {name: tensor}. Parameters that modules share stay shared. Modules
     that FSDP2 shards get back their own class: diffusers writes its name. They compute as torch's do, without hooks."""
-    modules = list(unwrapped(model).modules())
     own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model) if name in weights}
     whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
-    places = [
-        (module, name, parameter)
-        for module in modules
-        for name, parameter in module._parameters.items()
-        if id(parameter) in whole
-    ]
-    linear = [module for module in modules if isinstance(module, nn.Linear) and "forward" not in vars(module)]
-    hooks = [(module, module._forward_pre_hooks, module._forward_hooks) for module in modules]
-    classes = [(module, type(module)) for module in modules if isinstance(module, FSDPModule)]
-    coded = [module for module in modules if hasattr(module, "true_weight")]  # amp8's layers
-    try:
-        for module in coded:  # not what it makes of its codes, which under FSDP2 is a shard
-            module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)
-        for module in linear:
-            module.forward = MethodType(nn.Linear.forward, module)
-        for module in modules:
-            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-        for module, kind in classes:
-            module.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
-        for module, name, parameter in places:
-            module._parameters[name] = whole[id(parameter)]
+    with contextlib.ExitStack() as after:
+        for module in list(unwrapped(model).modules()):
+            before, hooks = vars(module), ("_forward_pre_hooks", "_forward_hooks")
+            if hasattr(module, "true_weight"):  # amp8's: not what it makes of its codes, which under FSDP2 is a shard
+                module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)
+                after.callback(before.pop, "_save_to_state_dict")
+            if isinstance(module, nn.Linear) and "forward" not in before:
+                module.forward = MethodType(nn.Linear.forward, module)
+                after.callback(before.pop, "forward")
+            after.callback(before.update, {name: before[name] for name in hooks})
+            before.update({name: OrderedDict() for name in hooks})
+            if isinstance(module, FSDPModule):
+                after.callback(setattr, module, "__class__", type(module))
+                module.__class__ = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+            for name, parameter in module._parameters.items():
+                if id(parameter) in whole:
+                    after.callback(module._parameters.__setitem__, name, parameter)
+                    module._parameters[name] = whole[id(parameter)]
         hold_whole.append(model)
+        after.callback(hold_whole.remove, model)
         yield
-    finally:
-        hold_whole[:] = [other for other in hold_whole if other is not model]
-        for module, kind in classes:
-            module.__class__ = kind
-        for module in coded:
-            del module._save_to_state_dict
-        for module in linear:
-            del module.forward
-        for module, before, after in hooks:
-            module._forward_pre_hooks, module._forward_hooks = before, after
-        for module, name, parameter in places:
-            module._parameters[name] = parameter

@@ -149,12 +149,16 @@ def test_two_runs_of_one_second_have_two_folders(monkeypatch):
 def test_a_file_of_very_many_values_is_refused_before_they_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "DECODER", None)
     many = tmp_path / "many.json"
-    many.write_bytes(b"[" + b"{}," * (readers.MOST // 2) + b"{}]")
-    with pytest.raises(readers.Damaged, match="many.json holds more than 1,500,000 values"):
-        readers.value_of(many)
-    many.write_bytes(b'"' + b"a" * readers.LARGEST + b'"')
-    with pytest.raises(OSError, match="larger than 32 MiB"):
-        readers.value_of(many)
+    for (largest, most), shown in (
+        (readers.RECORD, ("8 MiB", "250,000")),
+        (readers.CHECKPOINT, ("32 MiB", "1,500,000")),
+    ):
+        many.write_bytes(b"[" + b"{}," * (most // 2) + b"{}]")
+        with pytest.raises(readers.Damaged, match=f"many.json holds more than {shown[1]} values"):
+            readers.value_of(many, list, (largest, most))
+        many.write_bytes(b'"' + b"a" * largest + b'"')
+        with pytest.raises(OSError, match=f"larger than {shown[0]}"):
+            readers.value_of(many, str, (largest, most))
 
 
 def header(text):
@@ -163,7 +167,7 @@ def header(text):
 
 TENSOR = b'"%d":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}'
 LARGE = {  # {what is too large: (the file, its content, what is said)}
-    "a header": ("rank0.safetensors", lambda: header(b"{}" + b" " * readers.LARGEST), "is larger than 32 MiB"),
+    "a header": ("rank0.safetensors", lambda: header(b"{}" + b" " * readers.CHECKPOINT[0]), "is larger than 32 MiB"),
     "a header of many tensors": ("rank0.safetensors", lambda: header(
         b"{" + b",".join(TENSOR % (number, b"0") for number in range(240_000)) + b"}"), "holds more than 1,500,000"),
     "a header of many dimensions": ("rank0.safetensors", lambda: header(

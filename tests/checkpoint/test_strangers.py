@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from faithful.checkpoint import checkpoints, weight_files
 from faithful.disk import names, readers, replacing
-from faithful.errors import NotSaved
+from faithful.errors import NotSaved, Refused
 from shared import images
 from tools import export, records, show
 
@@ -153,9 +153,9 @@ def test_a_checkpoint_s_place_that_is_a_symlink_is_not_written_through(run, outs
 @pytest.mark.parametrize("keeper", ["../x", 7, -1, True, None, 10**30])
 def test_the_rank_in_a_state_is_a_number_of_its_run(run, keeper):
     file = run / "checkpoint-4" / "trainer_state.json"
-    state = json.loads(file.read_text()) | {"keeper": keeper}
-    with pytest.raises(readers.Damaged, match=re.escape(f"{file}: keeper is ")):
-        checkpoints.whole_state(file, state)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"keeper": keeper}))
+    with pytest.raises(Refused, match=re.escape(f"{file}: keeper is ")):
+        checkpoints.read_state(file.parent)
 
 
 # ---- clocks, and states that are damaged ----

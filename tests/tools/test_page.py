@@ -140,4 +140,4 @@ def test_a_run_s_page_shows_what_its_user_typed(command):
 def test_a_run_s_page_has_every_curve():
     record = {"seen": {"loss_curve": [[1, 2.0]]}}
     logged = [{"step": 1, "loss": 2.0, "grad_norm": 1.5, "learning_rate": 0.1}, {"step": 1, "accuracy": 0.5}]
-    assert show.curves(record, logged).keys() == {"loss", "grad_norm", "learning_rate", "accuracy"}
+    assert show.curves(record, logged)[0].keys() == {"loss", "grad_norm", "learning_rate", "accuracy"}

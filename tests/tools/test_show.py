@@ -56,6 +56,16 @@ def test_the_strip_has_a_cell_for_each_layer(run):
     assert '<td>head</td><td class="words">10 is not a multiple of 16</td>' in text
 
 
+def test_very_many_measures_points_and_layers_are_not_all_drawn(run):
+    logged = [{"step": at} | {f"measure {number}": at for number in range(at and 30)} for at in range(2500)]
+    curves, more = show.curves(record(run), [*logged, {"step": 2500, "eval_loss": 1}])
+    assert {len(points) for name, points in curves.items() if "measure" in name} == {833}
+    drawn = list(show.drawn_curves({name: points[:2] for name, points in curves.items()}, more))
+    assert len(drawn) == 2 + show.MOST_CURVES and drawn[-1] == "<p>10 more measures are in metrics.jsonl.</p>"
+    many = {"linear_names": [*map(str, range(show.MOST_CELLS + 1))], "linear_skipped": []}
+    assert "<p>1,001 Linear layers are too many to draw.</p>" in show.drawn_layers(many)
+
+
 def test_a_run_that_failed_before_a_step_has_a_page_too(run, tmp_path):
     made = record(run) | {"evidence": None, "final": None, "status": "failed", "error": "no <luck>", "args": {}}
     made["seen"] = made["seen"] | {"loss_curve": []}
