@@ -42,6 +42,11 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
         lines.append(IN_VAIN)
     if gpus and settings.local_processes > gpus:
         lines.append(f"{settings.local_processes} processes on {gpus} {machine.name}: pass --num_processes {gpus}")
+    if settings.ram_efficient and settings.fsdp.ignored_modules:
+        lines.append(
+            f"fsdp_ignored_modules {settings.fsdp.ignored_modules} with fsdp_cpu_ram_efficient_loading, which sends "
+            "shards, and they are none: set the key to false"
+        )
     if not gpus and precision == "fp16" and (what := settings.rules.fp16_needs_gpu):
         lines.append(f"{strategy} in fp16 cannot rehearse on a CPU ({what} needs a GPU): use {strategy}_bf16")
     if settings.compile and settings.compile_mode in CAPTURES:
