@@ -40,26 +40,9 @@ TABLE = {  # what is changed: why
         "deepspeed/seen.py: under ZeRO .grad is empty after a backward pass, and so is a weight of stage 3 that is not "
         "in use; to use them raises an error",
     "torch.nn.Module.register_parameter, _apply":
-        "loading/meta_init.py: with fsdp_cpu_ram_efficient_loading or zero3_init_flag only process 0 holds the "
+        "models/meta_init.py: with fsdp_cpu_ram_efficient_loading or zero3_init_flag only process 0 holds the "
         "weights of a new model",
-    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_zero_parameters":
-        "the same for zero3_init_flag: a parameter gets its memory when it is partitioned",
-    "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model":
-        "it sends weights that only process 0 has, and that it sends once more when it partitions them",
-    "deepspeed.runtime.engine:DeepSpeedEngine._configure_distributed_model":
-        "it moves process 0's whole model to the device, where each process keeps a part of it",
-    "deepspeed.runtime.engine:debug_extract_module_and_param_names":
-        "it keeps weak references to parameters, for its debug messages, and such a tensor cannot be exchanged",
-    "deepspeed.runtime.zero.partition_parameters:Init._zero_init_param":
-        "it sends a parameter to all processes, also one of which each has read its own part from a file",
-    "safe_open of safetensors and transformers":
-        "loading/sharded_files.py: notes the files, so that they can be read again",
-    "transformers.modeling_utils:convert_and_load_state_dict_in_model":
-        "it reads every tensor of a file on every process, where only process 0 keeps them",
-    "transformers.modeling_utils:PreTrainedModel.tie_weights":
-        "it compares two weights of a file before it ties them, and only process 0 has their values",
-    "torch.nn.Parameter.__deepcopy__": "copies of such a model get the weights, too",
-    "kernels of torch.ops.aten for meta": "the other processes draw the same random numbers for them",
+    "kernels of torch.ops.aten for meta": "the other processes draw the same random numbers for its parameters",
     "methods of averages of weights":
         "those that models/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
     "deepspeed.ops:__compatible_ops__":

@@ -27,7 +27,7 @@ sys.path[0] = str(ROOT)  # in place of tools/
 from tools import progress  # noqa: E402
 
 # torch reads this when it is imported: its store would print a trace of C++ for a machine that has gone, which
-# launch/meeting.py says in a line. The workers get the variable as it was.
+# tools/elastic.py says in a line. The workers get the variable as it was.
 said = os.environ.get("TORCH_CPP_LOG_LEVEL")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 with progress.waiting("starting: imports torch"):
@@ -74,13 +74,13 @@ def end_of(returncode: int, who: str) -> tuple[int, str]:
     return code, how
 
 
-def with_machines(launches: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
-    """A launcher of several processes, with our meeting of several machines."""
+def elastic(launches: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
+    """A launcher of several processes, by ours of torch's."""
 
     def launched(args: Namespace) -> None:
-        from faithful.launch import meeting  # imports much of torch, which one process does not need
+        from tools import elastic  # imports much of torch, which one process does not need
 
-        meeting.install()
+        elastic.install()
         launches(args)
 
     return launched
@@ -92,7 +92,7 @@ def run() -> tuple[int, str]:
         logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
         logger.addFilter(lambda record: not str(record.msg).startswith(LOGGED))
     for name in ("multi_gpu_launcher", "deepspeed_launcher"):
-        setattr(launch, name, with_machines(getattr(launch, name)))
+        setattr(launch, name, elastic(getattr(launch, name)))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hand_on)
     try:
@@ -106,7 +106,7 @@ def run() -> tuple[int, str]:
         return problem.exit_code, str(problem)
     except Exception as problem:
         if hasattr(problem, "failures"):  # torch's ChildFailedError
-            from faithful.launch.meeting import cause_first
+            from tools.elastic import cause_first
 
             rank, failure = min(problem.failures.items(), key=lambda item: cause_first(item[1]))
             return end_of(failure.exitcode, f"rank {rank}")

@@ -161,6 +161,8 @@ class TorchAORules(BackendRules):
                 f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
                 "enable_fsdp_float8_all_gather to false in fp8_config"
             )
+        if settings.ram_efficient and strategy in ("fsdp", "hsdp"):
+            yield "torchao with fsdp_cpu_ram_efficient_loading, which Accelerate refuses: set the key to false"
         if level == "mxfp4" and machine.devices:
             yield (
                 "neither torchao nor TransformerEngine trains MXFP4 on NVIDIA's GPUs: rehearse it with "

@@ -42,6 +42,11 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
         lines.append(IN_VAIN)
     if gpus and settings.local_processes > gpus:
         lines.append(f"{settings.local_processes} processes on {gpus} {machine.name}: pass --num_processes {gpus}")
+    if settings.ram_efficient and settings.fsdp.ignored_modules:
+        lines.append(
+            f"fsdp_ignored_modules {settings.fsdp.ignored_modules} with fsdp_cpu_ram_efficient_loading, which sends "
+            "shards, and they are none: set the key to false"
+        )
     if settings.compile and settings.compile_mode in CAPTURES:
         lines.append(
             f"dynamo_mode: {settings.compile_mode} captures each block in CUDA graphs, which on a GPU write over "

@@ -1,3 +1,3 @@
 """What a script may do to a model, before `prepare` and after, and what keeps training in step with it: its blocks, the
 dtype of its weights, averages of them, writes into shards, and what an optimizer does with each element. It may import
-config, loading and tensors. It knows no strategy and no backend: they call it."""
+config and tensors. It knows no strategy and no backend: they call it."""

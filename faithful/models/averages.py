@@ -78,6 +78,8 @@ class WholeTensors(TorchFunctionMode):
         kwargs = kwargs or {}
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         shards = [isinstance(leaf, DTensor) for leaf in leaves]
+        if any(leaf.is_meta for leaf in leaves):  # fsdp_cpu_ram_efficient_loading
+            raise NotImplementedError("an average of meta tensors: a copy of the model from before prepare()")
         if not any(shards) or (all(shards) and func.__name__ != "_foreach_copy_"):  # torch has none for shards
             return func(*args, **kwargs)
         name, self.name = self.name, None

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from faithful import patches
 from faithful.checkpoint import rows
 from faithful.errors import Refused
-from faithful.loading import meta_init
-from faithful.models import averages, batch_norm, shards
+from faithful.models import averages, batch_norm, meta_init, shards
 from faithful.models.blocks import CONTAINERS, block_names, name_blocks
 from faithful.strategies import gathered, guard
 from faithful.strategies.base import (
@@ -291,17 +290,13 @@ def shard(
     guard.make_contiguous(model)
     # Nothing here may hold a parameter while it is sharded: fully_shard moves each block whole to the device, and frees
     # it with the last reference.
-    if plan.ram_efficient:
-        meta_init.refuse_other_models(model)
     was = {name: (id(p), weakref.ref(p)) for name, p in parameters_of(model, remove_duplicate=False)}
     hooks = {name: shards.hooks_of(parameter) for name, parameter in parameters_of(model)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     scalars = gathered.taken_out(model)
-    before = meta_init.weights_of(model) if plan.ram_efficient else {}
-    with embedding_in_the_root(model, plan.wrap_policy in ("SIZE_BASED_WRAP", "NO_WRAP")):
+    once = meta_init.loaded_once(model, plugin, accelerator.device) if plan.ram_efficient else contextlib.nullcontext()
+    with once, embedding_in_the_root(model, plan.wrap_policy in ("SIZE_BASED_WRAP", "NO_WRAP")):
         model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    if plan.ram_efficient:
-        meta_init.fill(model, before, accelerator.device, "cpu" if plan.offload else accelerator.device)
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)

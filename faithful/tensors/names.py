@@ -66,7 +66,7 @@ def size(tensors: Iterable[torch.Tensor]) -> int:
 
 def fingerprint(model: nn.Module) -> str | None:
     """A hash of the weights and their names. Runs of one seed have the same at the start, in any config. None if this
-    process has no values of them (faithful/loading/meta_init.py)."""
+    process has no values of them (faithful/models/meta_init.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     sums = [(name, torch.hash_tensor(hashable(p.detach())).item()) for name, p in model.named_parameters() if p.numel()]

@@ -201,6 +201,8 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("fsdp_bf16", {"fsdp_config": {"fsdp_activation_checkpointing_offload": True}}, ANYWHERE, "set fsdp_activation_checkpointing, too"),
     ("fsdp_fp8_te", {"fsdp_config": {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}}, ANYWHERE, "TransformerEngine has its own: leave it out"),
     ("wizard_fsdp1", {"fsdp_config": {"fsdp_sync_module_states": False}}, ANYWHERE, "fsdp_cpu_ram_efficient_loading without fsdp_sync_module_states, which the launcher refuses: set both to true"),
+    ("fsdp_bf16", {"fsdp_config": {"fsdp_ignored_modules": "head", "fsdp_cpu_ram_efficient_loading": True}}, ANYWHERE, "fsdp_ignored_modules head with fsdp_cpu_ram_efficient_loading"),
+    ("fsdp_fp8", {"fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}}, ANYWHERE, "torchao with fsdp_cpu_ram_efficient_loading, which Accelerate refuses"),
     # meshes
     ("tp_bf16", {"num_processes": 4}, ANYWHERE, "tp 2 is for 2 processes, not 4: --num_processes 2"),
     ("tp_bf16", {"num_processes": 4, "parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, ANYWHERE, "tensor parallel beside data parallel (dp_replicate 2 x tp 2): without FSDP2 Accelerate refuses it"),

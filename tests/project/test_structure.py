@@ -74,7 +74,7 @@ def test_a_misspelt_name_is_found():
     assert unknown(Misspelt) == {"replicate", "shardedkinds", "norm_off"}
 
 
-ROOMS = """patches errors disk tensors config launch loading models checkpoint strategies backends plan evidence training
+ROOMS = """patches errors disk tensors config launch models checkpoint strategies backends plan evidence training
            saving scripts arguments ending accelerator __main__""".split()  # each may import those before it
 
 

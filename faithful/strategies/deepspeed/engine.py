@@ -133,22 +133,16 @@ def cut(zero: Zero, parameter: Partitioned, whole: torch.Tensor) -> torch.Tensor
 
 
 @torch.no_grad()
-def take_exact(
-    zero: Zero, weights: dict[int, torch.Tensor], read: dict[int, torch.Tensor], device: torch.device | None
-) -> None:
+def take_exact(zero: Zero, weights: dict[int, torch.Tensor], device: torch.device | None) -> None:
     """Gives the masters the bits that they lack since DeepSpeed made them from weights that it had rounded. weights:
-    {id of a parameter: its value before}, which in another process than the first may be another one. read: this
-    process's parts of those that it has read from a file. device: where process 0 sends the others, if it alone has
-    them."""
+    {id of a parameter: its value before}, which in another process than the first may be another one. device: where
+    process 0 sends them, if it alone has them."""
     for parameter in (p for group in groups(zero) for p in group if id(p) in weights):
         exact, part = weights[id(parameter)], fragment(zero, parameter, masters(zero))
-        if id(parameter) in read:
-            exact = read[id(parameter)].view(-1)[: len(part)].to(part)
-        else:
-            if device:
-                exact = torch.empty(exact.shape, device=device) if dist.get_rank() else exact.to(device).contiguous()
-                dist.broadcast(exact, 0)
-            exact = cut(zero, parameter, exact).to(part.device)
+        if device:
+            exact = torch.empty(exact.shape, device=device) if dist.get_rank() else exact.to(device).contiguous()
+            dist.broadcast(exact, 0)
+        exact = cut(zero, parameter, exact).to(part.device)
         part.copy_(torch.where(exact.to(parameter.dtype) == part, exact, part))
 
 

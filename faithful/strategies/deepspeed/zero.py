@@ -28,8 +28,7 @@ from faithful.checkpoint import rows, tensor_keys
 from faithful.config import deepspeed
 from faithful.config.strategies import BUCKET
 from faithful.errors import Refused
-from faithful.loading import meta_init
-from faithful.models import batch_norm
+from faithful.models import batch_norm, meta_init
 from faithful.strategies import guard
 from faithful.strategies.base import (
     GradientsElsewhere,
@@ -125,7 +124,6 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def started(self, accelerator: "Accelerator") -> None:
         if self.plan.ram_efficient:
-            meta_init.partition(accelerator.is_main_process)
             meta_init.start(accelerator.is_main_process)
 
     def before_prepare(
@@ -176,11 +174,6 @@ class ZeRO(GradientsElsewhere, Strategy):
                 "config, or for a model that it does not train accelerator.prepare_model(model, "
                 "evaluation_mode=True)"
             )
-        for model in fresh if self.plan.ram_efficient else ():
-            meta_init.refuse_other_models(model)
-            meta_init.send_buffers(model, accelerator.device)
-            if not {"zero_hpz_partition_size", "mics_shard_size"} & set(config["zero_optimization"]):  # other parts
-                meta_init.read_partitions(model, accelerator.device)
         if fresh and isinstance(said, int) and batches and said not in batches:  # loaders of an evaluation may be there
             raise Refused(
                 f"deepspeed_config_file says {key} {said}, the script's loaders have batches of "
@@ -193,12 +186,15 @@ class ZeRO(GradientsElsewhere, Strategy):
         if config.get("gradient_clipping") == "auto":  # transformers' Trainer has not said it
             config["gradient_clipping"] = 0.0
         every = [p for model in fresh for p in model.parameters() if self.keeps_masters and p.dtype == torch.float32]
-        exact, read = {id(p): p.detach() for p in every}, dict(meta_init.partitions)  # before DeepSpeed rounds them
+        exact = {id(p): p.detach() for p in every}  # before DeepSpeed rounds them
+        for model in fresh if self.plan.ram_efficient else ():
+            dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(self.plan.precision, torch.bfloat16)
+            meta_init.partition(model, dtype, config["zero_optimization"], accelerator.device)
         with masters_for_all(accelerator, args):
             prepared = super().prepare(accelerator, accelerates, args, device_placement)
         if exact:
             zero: Any = accelerator.deepspeed_engine_wrapped.engine.optimizer  # pyrefly: ignore[missing-attribute]
-            take_exact(zero, exact, read, accelerator.device if self.plan.ram_efficient else None)
+            take_exact(zero, exact, accelerator.device if self.plan.ram_efficient else None)
         return prepared
 
     def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
