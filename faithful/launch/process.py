@@ -153,6 +153,8 @@ def excepthook(
         return before(kind, problem, trace)
     if issubclass(kind, KeyboardInterrupt):
         ignore_ctrl_c()
+    if several_processes():
+        threading.Thread(target=end_in_time, daemon=True).start()
     code = exit_code_of(problem, newest(), lambda problem: print_with_rank(before, kind, problem, trace))
     if several_processes():
         # os._exit runs no exit handlers, so the script's run here. No error of theirs may keep the process alive.
@@ -160,6 +162,15 @@ def excepthook(
             atexit._run_exitfuncs()
         os._exit(code)
     raise SystemExit(code)  # Python then exits with this code
+
+
+def end_in_time() -> None:
+    """Ends this process if its end takes too long: it asks a store whose machine, or the link to it, is gone. torch has
+    no limit for that, and the kernel's is a quarter of an hour."""
+    time.sleep(settings.timeout_seconds())
+    while launcher.state["writing"]:
+        time.sleep(1)
+    os._exit(1)
 
 
 def print_with_rank(
