@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 class Backend(abc.ABC):
     """What computes a model's matrix products, and in which precision. A subclass overrides what differs. If it keeps
-    gradients outside `.grad`, it is a GradientsElsewhere (clipping.py) too.
+    gradients outside `.grad`, it is a GradientsElsewhere (strategies/base.py) too.
 
     The methods stand in the order in which a run calls them.
     """
