@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -10,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from faithful.backends import imported
 from faithful.backends.base import Backend
-from faithful.backends.linear import import_amp8, in_bf16, in_fp8, skipped_by_config, unlike_default
+from faithful.backends.linear import in_bf16, in_fp8, skipped_by_config, unlike_default
+from faithful.config.strategies import STRATEGIES, FSDPRules
 from faithful.errors import Refused
-from faithful.strategies import STRATEGIES, guard
+from faithful.strategies import guard
 from faithful.strategies.base import GradientsElsewhere, Saved, Strategy, parameter_ids, torch_optimizer
 from faithful.tensors.names import plain_names
 
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     from amp8 import FP8Linear
     from faithful.accelerator import Accelerator
     from faithful.plan import Plan
-
-
-if os.environ.get("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP":  # before a script takes a Function's `apply`
-    with contextlib.suppress(Refused):  # the plan says it in one line
-        import_amp8("amp8")
 
 
 class MSAMP(GradientsElsewhere, Backend):
@@ -36,7 +32,7 @@ class MSAMP(GradientsElsewhere, Backend):
     def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
         self.in_parts = plan.level == "o3"
-        self.fully_sharded = STRATEGIES[plan.strategy].fully_shards
+        self.fully_sharded = isinstance(STRATEGIES[plan.strategy], FSDPRules)
         self.any_number_of_processes = self.fully_sharded  # all have the same scales, so rows can be sharded again
 
     @property
@@ -59,7 +55,7 @@ class MSAMP(GradientsElsewhere, Backend):
 
     def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the model. Returns [(name, reason)] of the Linear layers not converted. optimizer: read only."""
-        amp8, plan = import_amp8("amp8"), self.plan
+        amp8, plan = imported("amp8"), self.plan
         options = dict(plan.fp8_options)
         recipe = {"recipe": options.pop("recipe", "msamp"), "recipe_options": options}
         listed = skipped_by_config(model, plan.skip)
@@ -89,9 +85,9 @@ class MSAMP(GradientsElsewhere, Backend):
         skipped = self.initialize(model, torch_optimizer(optimizer)) if self.fully_sharded else []
         with refusals():
             # pyrefly: ignore[missing-attribute]
-            optimizer.optimizer = import_amp8("amp8").optimizer_of(model, torch_optimizer(optimizer))
+            optimizer.optimizer = imported("amp8").optimizer_of(model, torch_optimizer(optimizer))
         run = weakref.ref(accelerator)  # amp8 keeps what it calls as long as the model
-        import_amp8("amp8").attach(model, last_micro_batch=lambda: (held := run()) is None or held.sync_gradients)
+        imported("amp8").attach(model, last_micro_batch=lambda: (held := run()) is None or held.sync_gradients)
         return skipped
 
     def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -104,20 +100,20 @@ class MSAMP(GradientsElsewhere, Backend):
         self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
         """Clips FP8 gradients and `.grad` by one norm, and returns it."""
-        return import_amp8("amp8").clip_grad_norm_(parameters, max_norm)
+        return imported("amp8").clip_grad_norm_(parameters, max_norm)
 
     def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return import_amp8("amp8").clip_grad_norm_(parameters, math.inf)
+        return imported("amp8").clip_grad_norm_(parameters, math.inf)
 
     def gradients(self, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
         """The FP8 gradients, which amp8 keeps outside `.grad`."""
-        linear_of = import_amp8("amp8.tensors").linear_of
+        linear_of = imported("amp8.tensors").linear_of
         layers = [layer for layer in map(linear_of, parameters.values()) if layer is not None]
         return [layer.gradient.codes for layer in layers if layer.gradient.codes is not None]
 
     def levels(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        return import_amp8("amp8").report(model, torch_optimizer(optimizer))
+        return imported("amp8").report(model, torch_optimizer(optimizer))
 
     def tensors(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None
@@ -125,7 +121,7 @@ class MSAMP(GradientsElsewhere, Backend):
         """amp8's state: FP8 codes, scales and histories, weights and optimizer state."""
         if not converted(model):
             return super().tensors(strategy, model, optimizer)
-        return import_amp8("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
+        return imported("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
 
     def restore(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved
@@ -135,7 +131,7 @@ class MSAMP(GradientsElsewhere, Backend):
         if isinstance(parts, list):  # one per process that saved; under hsdp the first replica has all
             parts = parts[: int(parts[0]["all/world"])]
         try:
-            import_amp8("amp8").load_exact_state(model, optimizer and torch_optimizer(optimizer), parts)
+            imported("amp8").load_exact_state(model, optimizer and torch_optimizer(optimizer), parts)
         except (KeyError, ValueError) as error:
             raise Refused(f"the checkpoint is of another model: {error}. Build the model as it was") from None
 

@@ -21,9 +21,9 @@ from faithful.backends.linear import (
     unlike_default,
 )
 from faithful.config.fp8 import MX
+from faithful.config.strategies import STRATEGIES, FSDPRules
 from faithful.errors import Refused
 from faithful.models.layers import kind
-from faithful.strategies import STRATEGIES
 from faithful.strategies.base import Saved, Strategy, torch_optimizer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TorchAO(Backend):
 
     def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
-        self.by_accelerate = STRATEGIES[plan.strategy].fully_shards and plan.level not in MX
+        self.by_accelerate = isinstance(STRATEGIES[plan.strategy], FSDPRules) and plan.level not in MX
         self.gathered_in_fp8 = plan.fp8_options.get("enable_fsdp_float8_all_gather", False)
 
     @property

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import rank_sync
-from faithful.models.averages import WholeTensors
 from faithful.tensors.names import parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
@@ -87,6 +86,8 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).save_pretrained(self, *args, **kwargs)
     given = kwargs.get("state_dict")
     if given and not hasattr(self, "get_prompt_embedding_to_save"):
+        from faithful.models.averages import WholeTensors
+
         with WholeTensors("save_pretrained"):
             return type(self).save_pretrained(self, *args, **kwargs)
     # peft computes the prompts that it saves with the weights in the model

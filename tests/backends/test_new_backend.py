@@ -75,7 +75,7 @@ class Rounded(Backend):
 def two_lines(monkeypatch):
     """All that the rest of the code is told."""
     monkeypatch.setitem(fp8.BACKENDS, "rounded", RoundedRules("rounded"))
-    monkeypatch.setitem(backends.BACKENDS, "rounded", Rounded)
+    monkeypatch.setitem(backends.BACKENDS, "rounded", f"{__name__}:Rounded")
 
 
 def mapping(strategy="single", **section):
@@ -154,7 +154,7 @@ def round_all(optimizer):
 
 
 def install(rank):
-    backends.BACKENDS[None] = RoundedWeights
+    backends.BACKENDS[None] = f"{__name__}:RoundedWeights"
 
 
 CASES = ["single_bf16", "ddp_bf16", "fsdp_bf16", "zero1_bf16", "zero3_bf16"]

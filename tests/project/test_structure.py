@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from safetensors.torch import load_file
 
-from faithful.backends import BACKENDS
+from faithful.backends import BACKENDS, imported
 from faithful.backends.base import Backend
 from faithful.backends.emulation import Emulated
 from faithful.config import fp8
@@ -45,23 +45,24 @@ def unknown(cls):
 
 def test_no_name_of_a_strategy_or_backend_is_misspelt():
     """A misspelt method would be ignored: the run would call the base's."""
+    named = {*map(imported, [*STRATEGIES.values(), *BACKENDS.values()]), Emulated}
     classes = {cls for cls in subclasses(Strategy) + subclasses(Backend) if cls.__module__.startswith("faithful.")}
-    assert classes >= {*STRATEGIES.values(), *BACKENDS.values(), Emulated}
+    assert classes >= named
     assert set().union(*map(unknown, classes)) == OWN.keys()
 
 
 def test_what_is_asked_before_torch_agrees_with_what_runs():
     """config/ and strategies/, backends/ have a class each for one name."""
     assert [*asked.STRATEGIES] == [*STRATEGIES] and {*fp8.BACKENDS, None} == {*BACKENDS}
-    for name, strategy in STRATEGIES.items():
-        rules = asked.STRATEGIES[name]
+    for name, rules in asked.STRATEGIES.items():
+        strategy = imported(STRATEGIES[name])
         assert (rules.name, rules.replicates) == (name, strategy.replicates), name
         assert strategy.fully_shards is isinstance(rules, asked.FSDPRules), name
     assert all(rules.name == name for name, rules in fp8.BACKENDS.items())
 
 
 def test_a_misspelt_name_is_found():
-    class Misspelt(STRATEGIES["zero2"]):
+    class Misspelt(imported(STRATEGIES["zero2"])):
         replicate = True
 
         def __init__(self, plan):
@@ -121,13 +122,12 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
 
 # Files that import each other, imports for types and those inside functions too. A list may only get shorter.
 CIRCLES = [
+    "strategies/deepspeed/engine strategies/deepspeed/seen",
     "config/fp8 config/settings config/strategies",
-    """accelerator arguments backends backends/base backends/high_precision backends/levels backends/torchao
-       backends/transformer_engine checkpoint/accelerate_format ending evidence/batch evidence/communication
-       evidence/evidence evidence/record launch/deadline launch/process models/dtypes models/live plan saving/saving
-       saving/state saving/whole_weights strategies strategies/base strategies/deepspeed/dummies
-       strategies/deepspeed/engine strategies/deepspeed/seen strategies/deepspeed/zero strategies/fsdp
-       strategies/replicated strategies/tp training/clipping training/model training/optimizer training/steps""",
+    """accelerator arguments backends backends/base checkpoint/accelerate_format ending evidence/batch
+       evidence/communication evidence/evidence evidence/record launch/deadline launch/process models/dtypes
+       models/live plan saving/saving saving/state saving/whole_weights strategies strategies/base
+       training/clipping training/model training/optimizer training/steps""",
 ]
 
 
@@ -204,7 +204,7 @@ LINES = {
     "tools": 6950,
     "shared": 2150,
     "benchmarks": 8150,
-    "tests": 35350,
+    "tests": 35450,  # a test of what a run loads
     "recipes": 850,
 }
 SPARE = 100  # more than this under a number, and the number is to be lowered
@@ -350,7 +350,7 @@ def test_a_backend_without_its_methods_is_not_made():
     class Nameless(Backend):
         pass
 
-    class Unclipped(GradientsElsewhere, STRATEGIES["ddp"]):
+    class Unclipped(GradientsElsewhere, imported(STRATEGIES["ddp"])):
         pass
 
     for cls, missing in ((Nameless, "name"), (Unclipped, "clip_grad_norm_")):
