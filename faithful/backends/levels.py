@@ -2,11 +2,11 @@
 
 import contextlib
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from accelerate.state import GradientState
 from torch import nn
 
 from faithful.backends import imported
@@ -20,7 +20,6 @@ from faithful.tensors.names import plain_names
 
 if TYPE_CHECKING:
     from amp8 import FP8Linear
-    from faithful.accelerator import Accelerator
     from faithful.plan import Plan
 
 
@@ -45,9 +44,7 @@ class MSAMP(GradientsElsewhere, Backend):
     def arguments(self) -> dict[str, Any]:
         return in_bf16()
 
-    def convert(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> list[tuple[str, str]]:
+    def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the layers before DDP wraps the model. Under FSDP2 `after_prepare` converts the shards."""
         if self.plan.level == "o3":  # a parameter's owner sends it as a flat piece
             guard.make_contiguous(model)
@@ -73,11 +70,11 @@ class MSAMP(GradientsElsewhere, Backend):
         return [(name, listed.get(name, reason)) for name, reason in plain_names(amp8.report(model)["skipped"])]
 
     def after_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, prepared: set[int]
     ) -> list[tuple[str, str]]:
         """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
         its_own = set(map(id, model.parameters()))
-        if (parameter_ids(optimizer) - its_own) & accelerator.prepared_parameters():
+        if (parameter_ids(optimizer) - its_own) & prepared:
             raise Refused(
                 f"one optimizer updates two models, and MS-AMP's {str(self.plan.level).upper()} needs one for "
                 "each: make an optimizer for each, or use a config without a level"
@@ -86,8 +83,7 @@ class MSAMP(GradientsElsewhere, Backend):
         with refusals():
             # pyrefly: ignore[missing-attribute]
             optimizer.optimizer = imported("amp8").optimizer_of(model, torch_optimizer(optimizer))
-        run = weakref.ref(accelerator)  # amp8 keeps what it calls as long as the model
-        imported("amp8").attach(model, last_micro_batch=lambda: (held := run()) is None or held.sync_gradients)
+        imported("amp8").attach(model, last_micro_batch=last_micro_batch)
         return skipped
 
     def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -96,9 +92,7 @@ class MSAMP(GradientsElsewhere, Backend):
             "torch.optim.AdamW with parameter groups"
         )
 
-    def clip_grad_norm_(
-        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clips FP8 gradients and `.grad` by one norm, and returns it."""
         return imported("amp8").clip_grad_norm_(parameters, max_norm)
 
@@ -143,6 +137,11 @@ def refusals() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise Refused(f"asked for fp8: {error}") from None
+
+
+def last_micro_batch() -> bool:
+    """Whether the next update follows this backward pass."""
+    return GradientState._shared_state.get("sync_gradients", True)  # amp8 calls it as long as the model is there
 
 
 def in_fp8_or_not(module: "FP8Linear", inputs: tuple[Any, ...]) -> None:

@@ -24,10 +24,11 @@ from faithful.training.clipping import GradientsElsewhere
 PLAN = SimpleNamespace(strategy="fsdp", precision="fp8", level="o2", fp8_options={}, device="cpu")  # for their __init__
 INTERFACES = (Strategy, Backend, GradientsElsewhere)
 OWN = {  # public names that only a subclass has, and why
-    "whole": "FSDP: what `pieces` returns, with its arguments",
     "initialize": "MSAMP: what `convert` or, under FSDP2, `after_prepare` calls",
     "fully_sharded": "MSAMP: of the plan",
     "by_accelerate": "TorchAO: of the plan",
+    "handlers": "TorchAO: what `arguments` hands to Accelerate, which `convert` completes",
+    "engine": "ZeRO: of the prepared model",
     "gathered_in_fp8": "TorchAO: of the plan",
     "tf32_before": "Torch: what `started` needs of the time before",
 }
@@ -78,7 +79,7 @@ def test_a_misspelt_name_is_found():
     assert unknown(Misspelt) == {"replicate", "shardedkinds", "norm_off"}
 
 
-ROOMS = """patches errors disk tensors config launch loading models checkpoint strategies backends plan evidence training
+ROOMS = """patches errors disk tensors config launch loading models checkpoint plan strategies backends evidence training
            saving scripts arguments ending accelerator __main__""".split()  # each may import those before it
 
 
@@ -122,12 +123,7 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
 
 # Files that import each other, imports for types and those inside functions too. A list may only get shorter.
 CIRCLES = [
-    "strategies/deepspeed/engine strategies/deepspeed/seen",
     "config/fp8 config/settings config/strategies",
-    """accelerator arguments backends backends/base checkpoint/accelerate_format ending evidence/batch
-       evidence/communication evidence/evidence evidence/record launch/deadline launch/process models/dtypes
-       models/live plan saving/saving saving/state saving/whole_weights strategies strategies/base
-       training/clipping training/model training/optimizer training/steps""",
 ]
 
 
@@ -158,11 +154,7 @@ def test_a_circle_of_types_is_found(tmp_path):
     assert circles(tmp_path) == {frozenset({"errors", "plan"})}
 
 
-SEES_ALL = {  # functions outside strategies and backends that take the whole Accelerator, and why
-    "training/model.py convert": "hands it to the strategy's and the backend's interface",
-    "training/model.py attach_optimizer": "hands it to the strategy's and the backend's interface",
-    "training/clipping.py instead_of_torch": "torch's functions call its methods",
-}
+SEES_ALL = {"training/clipping.py instead_of_torch": "torch's functions call its methods"}
 
 
 def test_a_function_takes_what_it_needs_and_not_the_whole_accelerator():
@@ -170,7 +162,7 @@ def test_a_function_takes_what_it_needs_and_not_the_whole_accelerator():
     for file in (ROOT / "faithful").rglob("*.py"):
         name = str(file.relative_to(ROOT / "faithful"))
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef) and not name.startswith(("strategies", "backends")):
+            if isinstance(node, ast.FunctionDef):
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 annotated = " ".join(ast.unparse(each.annotation) for each in given if each.annotation)
                 if "Accelerator" in annotated or "accelerator" in [each.arg for each in given]:
@@ -186,20 +178,20 @@ def test_rooms_are_small_and_say_what_they_hold():
 
 # {room: lines that its Python files may have}. A number may only go down, or up with the reason beside it.
 LINES = {
-    "faithful/*.py": 1650,
+    "faithful/*.py": 1700,  # the Accelerator writes its attributes, where strategies and backends did
     "faithful/backends": 1550,
     "faithful/checkpoint": 1100,
     "faithful/config": 2050,
     "faithful/disk": 750,
     "faithful/evidence": 900,
-    "faithful/launch": 2100,
+    "faithful/launch": 2150,  # says by itself what it needs of a run, and imports none
     "faithful/loading": 500,
     "faithful/models": 750,
-    "faithful/saving": 1050,
+    "faithful/saving": 1100,  # puts whole weights together for every strategy
     "faithful/scripts": 100,
-    "faithful/strategies": 2850,
+    "faithful/strategies": 2800,
     "faithful/tensors": 300,
-    "faithful/training": 850,
+    "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4850,
     "tools": 6950,
     "shared": 2150,
