@@ -114,7 +114,7 @@ class Accelerator(accelerate.Accelerator):
         if at_exit() or vars(self).get("run") not in ending.made:  # modules are gone; it was refused, or is a copy
             return
         self.steps.losses.clear()
-        self.strategy.dropped()
+        self.strategy.dropped(self._models)
         if id(self) in patches.users:
             patches.users ^= {id(self), id(self.run)}
 

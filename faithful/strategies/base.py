@@ -152,8 +152,8 @@ class Strategy:
     def free(self) -> None:
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
 
-    def dropped(self) -> None:
-        """Called when the script has dropped its Accelerator, and with it the optimizer."""
+    def dropped(self, models: list[nn.Module]) -> None:
+        """Called when the script has dropped its Accelerator, which held these, and with it the optimizer."""
 
     # ---- steps ----
 

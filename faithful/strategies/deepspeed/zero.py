@@ -253,11 +253,11 @@ class ZeRO(GradientsElsewhere, Strategy):
     def free(self) -> None:
         self._engine = None
 
-    def dropped(self) -> None:
+    def dropped(self, models: list[nn.Module]) -> None:
         """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
-        if self.engine is not None and self.plan.strategy != "zero3":
+        for engine in (model for model in models if unwrapped(model) is not model and self.plan.strategy != "zero3"):
             with contextlib.suppress(AssertionError):  # after end_training, it cannot print its last message
-                self.engine.destroy()
+                cast("DeepSpeedEngine", engine).destroy()
 
     def clip_grad_norm_(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Makes the engine clip in its step. Returns the gradient norm over all processes."""
