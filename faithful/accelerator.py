@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import accelerate
@@ -35,6 +36,7 @@ from faithful.plan import describe
 from faithful.saving import hub, saving, whole_weights
 from faithful.saving.state import RunState
 from faithful.scripts import trainer
+from faithful.strategies.base import Accelerates, Engine, Session
 from faithful.tensors.names import perturb
 from faithful.training import clipping, loaders
 from faithful.training.model import PreparedModel, convert, notes, prepared_parameters, refuse_untrained, trains
@@ -63,7 +65,7 @@ class Accelerator(accelerate.Accelerator):
         script = arguments.keyword_arguments(args, kwargs)
         self.plan = arguments.plan_for(script, [run.record for run in ending.made])
         self.strategy, self.backend = strategies.get_strategy(self.plan), backends.get_backend(self.plan)
-        merged = arguments.with_config(self.plan, script)
+        merged = arguments.with_config(self.plan, script, self.strategy, self.backend)
         folder, recorded = self.project_folder(merged)
         launcher.keep_timeout()
         super().__init__(**merged)
@@ -72,8 +74,9 @@ class Accelerator(accelerate.Accelerator):
             patches.ignore_warning("'pin_memory' argument is set as true but no accelerator is found")
         if self.plan.rehearsal and self.plan.precision != "fp32":
             cpu_matmul.start()
-        self.strategy.started(self)
-        self.backend.started(self)
+        self.strategy.started(self.session())
+        if scaler := self.backend.started(self.scaler_handler):
+            self.native_amp, self.scaler = True, scaler
         self.models: list[PreparedModel] = []
         self.preparing = False  # whether this is inside `prepare`
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
@@ -111,9 +114,14 @@ class Accelerator(accelerate.Accelerator):
         if at_exit() or vars(self).get("run") not in ending.made:  # modules are gone; it was refused, or is a copy
             return
         self.steps.losses.clear()
-        self.strategy.dropped(self)
+        self.strategy.dropped(self._models)
         if id(self) in patches.users:
             patches.users ^= {id(self), id(self.run)}
+
+    def session(self) -> Session:
+        """What the strategy sees of this run. Nothing keeps it: it refers to this object."""
+        rank, main = self.process_index, self.is_main_process
+        return Session(self.plan, self.device, rank, main, self.note, self.autocast_handler, self.split_batches)
 
     def project_folder(self, merged: dict[str, Any]) -> tuple[str | Path, str | Path]:
         """Returns (project folder, folder of the record)."""
@@ -133,7 +141,8 @@ class Accelerator(accelerate.Accelerator):
     # ---- preparing ----
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        args = self.strategy.real(self, args)
+        session = self.session()
+        args = self.strategy.real(session, args)
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         self.strategy.refuse_state(optimizers)
         if line := dtypes.train_in_fp32(self.strategy, filter(trains, args)):
@@ -143,12 +152,17 @@ class Accelerator(accelerate.Accelerator):
             cpu_matmul.start()
         if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?
             self.perturb(filter(trains, args))
-        converted = {at: convert(self, model, optimizers) for at, model in enumerate(args) if trains(model)}
-        self.preparing = True
+        how = session, self.strategy, self.backend
+        converted = {at: convert(*how, model, optimizers) for at, model in enumerate(args) if trains(model)}
+        before, self.preparing = list(self._optimizers), True
         try:
-            prepared = self.strategy.prepare(self, super().prepare, args, device_placement)
+            accelerates = Accelerates(super().prepare, self.prepare_optimizer)
+            prepared = self.strategy.prepare(session, accelerates, args, device_placement)
         finally:
             self.preparing = False
+        kept = {id(optimizer) for optimizer in (*before, *prepared)}  # FSDP2's strategy throws others away
+        self._optimizers[:] = [optimizer for optimizer in self._optimizers if id(optimizer) in kept]
+        self._models[:] = dict.fromkeys(self._models)  # Accelerate has FSDP2's twice
         for at, module in enumerate(prepared):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
                 self.models.append(PreparedModel(module, converted.get(at)))
@@ -158,13 +172,37 @@ class Accelerator(accelerate.Accelerator):
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
         for optimizer in self._optimizers:
             for model in self.models:
-                model.attach_optimizer(self, optimizer)
+                note = self.note if self.strategy.model_keeps_run else self.record.note
+                if engine := model.attach_optimizer(*how[1:], optimizer, self.prepared_parameters(), note):
+                    self.step_by(engine, optimizer)
                 self.run.evidence = self.freed + [evidence.record for evidence in self.evidence]
         first = next((model for model in self.models if model.evidence), None)
         if first and self.record.seen["samples_per_step"] is None and not any(m.first_batch for m in self.models):
             first.first_batch = FirstBatch(first.model)
         self.validated = False
         return prepared if len(args) > 1 else prepared[0]
+
+    def step_by(self, engine: Engine, optimizer: Any) -> None:
+        """Moves the optimizer step from `backward`, where Accelerate has DeepSpeed's, to `optimizer.step`. This way the
+        gradient norm is checked before the update."""
+
+        def step(self_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+            if closure is not None:
+                raise Refused("DeepSpeed calls no closure of optimizer.step: use a ddp or fsdp config")
+            if self.sync_gradients:
+                self.before_update(optimizer)
+                engine.step()
+                self.after_update(optimizer)
+
+        def zero_grad(self_: torch.optim.Optimizer, set_to_none: bool | None = None) -> None:
+            if self.sync_gradients:
+                self.steps.losses.clear()  # as Optimizer.zero_grad does
+                engine.drop_gradients()
+
+        self.deepspeed_engine_wrapped.backward = engine.backward  # pyrefly: ignore[missing-attribute]
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)
+        optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
+        self.scaler = engine.scaler or self.scaler
 
     def perturb(self, models: Iterable[nn.Module]) -> None:
         """Changes every weight to the next larger number."""
@@ -185,7 +223,9 @@ class Accelerator(accelerate.Accelerator):
         """Forgets the prepared models, as Accelerate does. The run goes on with what is prepared next."""
         self.freed += [evidence.record for evidence in self.evidence if evidence.complete]
         self.run.evidence = self.freed
-        self.strategy.free(self)
+        self.strategy.free()
+        if getattr(self, "deepspeed_engine_wrapped", None) is not None:
+            self.scaler = None  # it refers to the engine's optimizer, and so to all masters and their state
         self.models, self.epochs, self.validated = [], [], False
         self.norms.clear()
         self.steps.losses.clear()
@@ -243,7 +283,7 @@ class Accelerator(accelerate.Accelerator):
         refuse_untrained(self.strategy, self.models, self._optimizers)
         for evidence in self.evidence:
             evidence.record["optimizer_owns_all"] = not evidence.left_out()
-        for line in notes(self.models, self.strategy.schedulers(self._schedulers)):
+        for line in notes(self.models, self._schedulers):
             self.note(line)
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
@@ -299,7 +339,12 @@ class Accelerator(accelerate.Accelerator):
         if elsewhere is None:
             self.unscale_gradients()
         self.norms.refuse_by_other(norm_type)
-        norm = (elsewhere or self.strategy).clip_grad_norm_(self, parameters, max_norm, norm_type)
+        if elsewhere:
+            norm = elsewhere.clip_grad_norm_(parameters, max_norm)
+        elif self.strategy.mixes_dtensors:
+            norm = self._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return self.norms.keep(parameters, norm)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:

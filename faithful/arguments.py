@@ -24,12 +24,13 @@ from accelerate.utils import (
     broadcast_object_list,
 )
 
-from faithful import backends, strategies
+from faithful.backends.base import Backend
 from faithful.config import settings
 from faithful.disk.names import short
 from faithful.errors import Gone, Refused, working_folder_is_gone
 from faithful.evidence.record import Record, default_folder
 from faithful.plan import Plan, resolve, says_precision, timeout
+from faithful.strategies.base import Strategy
 
 NEEDLESS = {  # arguments of Accelerate's methods that have nothing to do here: why
     "safe_serialization": "a checkpoint is safetensors and JSON, never a pickle (save_model writes one)",
@@ -94,7 +95,7 @@ def has_precision_option(words: list[str]) -> bool:
     return False
 
 
-def with_config(plan: Plan, script: dict[str, Any]) -> dict[str, Any]:
+def with_config(plan: Plan, script: dict[str, Any], strategy: Strategy, backend: Backend) -> dict[str, Any]:
     """The script's arguments and the plan's, for Accelerate's Accelerator. Raises Refused with all contradictions."""
     refuse_missing_trackers(script.get("log_with"))
     given_by_script, script = script, dict(script)
@@ -114,7 +115,7 @@ def with_config(plan: Plan, script: dict[str, Any]) -> dict[str, Any]:
         handlers.append(InitProcessGroupKwargs(timeout=timeout()))
     for name in ("mixed_precision", "cpu", *OF_THE_CONFIG):
         script.pop(name, None)
-    arguments = strategies.get_strategy(plan).arguments(scaling) | backends.get_backend(plan).arguments()
+    arguments = strategy.arguments(scaling) | backend.arguments()
     if said := precision(given_by_script):
         arguments = {"mixed_precision": said} | arguments
     handlers += arguments.pop("kwargs_handlers", [])

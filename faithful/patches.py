@@ -91,7 +91,7 @@ TABLE = {  # what is changed: why
     "os.environ":
         "ACCELERATE_USE_CPU would make every strategy DDP, ACCELERATE_FP8_BACKEND would convert the model again; "
         "ACCELERATE_TORCH_DEVICE, DS_ACCELERATOR and CUDA_VISIBLE_DEVICES say that there is no accelerator; the "
-        "launcher's variables of FSDP version 1 are set to those of version 2 (faithful/plan.py: follow)",
+        "launcher's variables of FSDP version 1 are set to those of version 2 (config/fsdp.py: as_version_2)",
 }  # fmt: skip
 
 undos: list[Callable[[], object]] = []  # functions that restore what was there, the newest last

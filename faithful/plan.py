@@ -11,11 +11,12 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from faithful import patches, strategies
+from faithful import patches
 from faithful.config import config_file, deepspeed, fp8, fsdp, rules
 from faithful.config.settings import TAILS, Settings, of_script, read_env, timeout_seconds, to_env
+from faithful.config.strategies import STRATEGIES
 from faithful.errors import Refused
 from faithful.launch import launcher, machine, same_start
 from faithful.launch.machine import Machine
@@ -217,13 +218,11 @@ def rehearse(plan: Plan) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    strategy = strategies.get_strategy(plan)
-    kind = DistributedType[cast(str, strategy.rehearsed_as)]
+    kind = DistributedType[STRATEGIES[plan.strategy].rehearsed_as]
     patches.set_environment("ACCELERATE_USE_CPU", None)
     patches.set_environment("ACCELERATE_TORCH_DEVICE", "cpu")
     patches.replace("accelerate.state:PartialState._prepare_backend", lambda self, *_, **__: ("gloo", kind))
     patches.replace("accelerate.state:PartialState.__init__", without_cpu(PartialState.__init__))
-    strategy.before_rehearsal()
 
 
 def without_cpu(starts: Callable[..., None]) -> Callable[..., None]:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 def loading(num_workers: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Options of the DataLoaders; images arrive in `dtype`."""
     return {
-        "collate_fn": functools.partial(as_is, dtype=dtype),
+        "collate_fn": functools.partial(in_dtype, dtype=dtype),
         "num_workers": num_workers,
         "pin_memory": torch.cuda.is_available(),
         "generator": torch.Generator(),  # the loader must not draw from the generator that dropout uses
     }
 
 
-def as_is(batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def in_dtype(batch: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """The collate function: the datasets above return whole batches, which only change their dtype."""
     return {name: values.to(dtype) if values.is_floating_point() else values for name, values in batch.items()}
 

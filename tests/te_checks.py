@@ -123,7 +123,7 @@ def test_the_rules_of_cards_are_its_own(level, monkeypatch):
 
 def converted(model, **more):
     optimizer = torch.optim.AdamW(model.parameters())
-    return optimizer, ours.TransformerEngine(plan(**more)).convert(None, model, optimizer)
+    return optimizer, ours.TransformerEngine(plan(**more)).convert(model, optimizer)
 
 
 def test_conversion_goes_on_past_an_odd_shape():
@@ -152,12 +152,12 @@ def test_what_transformer_engine_has_no_layer_for_stays():
     plain = nn.LayerNorm(16, elementwise_affine=False)
     model = nn.Sequential(plain, nn.LayerNorm((4, 16)), nn.LayerNorm(16, bias=False), nn.LayerNorm(16, eps=1e-3))
     names = list(model.state_dict())
-    ours.TransformerEngine(plan()).convert(None, model, None)
+    ours.TransformerEngine(plan()).convert(model, None)
     assert model[0] is plain and [type(layer) for layer in model[1:3]] == [nn.LayerNorm, nn.LayerNorm]
     assert type(model[3]) is te.LayerNorm and model[3].eps == 1e-3
     assert [name for name in model.state_dict() if not name.endswith("_extra_state")] == names
     timm = nn.Sequential(LayerNorm(16), LayerNorm2d(16))  # both are subclasses; the second normalizes channels
-    ours.TransformerEngine(plan()).convert(None, timm, None)
+    ours.TransformerEngine(plan()).convert(timm, None)
     assert [type(layer) for layer in timm] == [te.LayerNorm, LayerNorm2d]
 
 
@@ -167,7 +167,7 @@ def test_values_dtype_and_frozen_weights_are_kept(bias):
     model[0].weight.requires_grad_(False)
     x = seeded(8, 16).to(torch.bfloat16)
     before = model(x)
-    ours.TransformerEngine(plan()).convert(None, model, None)
+    ours.TransformerEngine(plan()).convert(model, None)
     assert [type(layer) for layer in model] == [te.Linear, te.LayerNorm]
     with torch.no_grad():
         after = model.eval().to("cuda")(x.to("cuda")).cpu()
@@ -180,7 +180,7 @@ def test_a_layer_keeps_its_hooks_and_its_mode():
     model, seen = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), []
     for layer in model.eval():
         handle = layer.register_forward_hook(lambda *call: seen.append(call[0]))
-    ours.TransformerEngine(plan()).convert(None, model, None)
+    ours.TransformerEngine(plan()).convert(model, None)
     assert not model[0].training and not model[1].training
     model.to("cuda")(seeded(16, 16).to("cuda"))
     assert seen == list(model)
@@ -206,7 +206,7 @@ def pair(text=DELAYED, bias=False, inputs=64, outputs=48, dtype=torch.float32):
     theirs, mine = nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype)), nn.Sequential()
     mine = copy.deepcopy(theirs)
     emulation.convert(mine, asked.level, **asked.fp8_options)
-    ours.TransformerEngine(asked).convert(None, theirs, None)
+    ours.TransformerEngine(asked).convert(theirs, None)
     return theirs.to("cuda"), mine
 
 
@@ -291,7 +291,7 @@ def test_mxfp8_is_the_emulation(monkeypatch):
     mine = nn.Sequential(nn.Linear(64, 96, bias=False))
     theirs = copy.deepcopy(mine)
     emulation.convert(mine, "mxfp8")
-    ours.TransformerEngine(asked).convert(None, theirs, None)
+    ours.TransformerEngine(asked).convert(theirs, None)
     theirs.to("cuda")
     for step in range(3):
         x, grad = seeded(40, 64, seed=step) * 10**step, seeded(40, 96, seed=10 + step) / 10**step
@@ -466,7 +466,7 @@ def test_a_frozen_layer_in_eval_computes_outside_fp8():
     """In a model in train(), whose autocast is on."""
     model, x, seen = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 16)), seeded(16, 64), []
     plain = model[0](x)
-    ours.TransformerEngine(plan(DELAYED)).convert(None, model, None)
+    ours.TransformerEngine(plan(DELAYED)).convert(model, None)
     model[0].requires_grad_(False).eval()
     model[0].register_forward_hook(lambda *call: seen.append(call[2].detach().cpu()))
     model.to("cuda")(x.to("cuda")).sum().backward()
@@ -529,7 +529,7 @@ def blocks(**more):
     torch.manual_seed(0)
     model, asked = nn.Sequential(*(Block() for _ in range(3))), plan(**more)
     model._no_split_modules = ["Block"]
-    ours.TransformerEngine(asked).convert(None, model, None)
+    ours.TransformerEngine(asked).convert(model, None)
     return model.to("cuda")
 
 
@@ -582,7 +582,7 @@ def test_a_transformer_layer_computes_what_timms_block_does():
     plain.load_state_dict({timm_name(name): p.detach().cpu() for name, p in model.named_parameters()})
     for block in plain.blocks:
         block.mlp.act = nn.GELU(approximate="tanh")
-    ours.TransformerEngine(plan()).convert(None, model, None)
+    ours.TransformerEngine(plan()).convert(model, None)
     x, model = seeded(16, 1, 8, 8), model.to("cuda")
     with torch.no_grad():
         expected = plain.eval()(x)
@@ -594,7 +594,7 @@ def test_a_transformer_layer_computes_what_timms_block_does():
 def test_a_transformer_layer_trains_in_fp8(recipe):
     model = small_vit_of_te_blocks()
     exact = copy.deepcopy(model).to("cuda")
-    ours.TransformerEngine(plan(f"backend: TE, recipe: {recipe}")).convert(None, model, None)
+    ours.TransformerEngine(plan(f"backend: TE, recipe: {recipe}")).convert(model, None)
     assert FP8Layers(ours.TransformerEngine.kinds, model).counted() == (4 * 4, 2 * 4 + 1)
     x, grad = seeded(16, 1, 8, 8).to("cuda"), seeded(16, 10, seed=1).to("cuda")
     model.to("cuda")
@@ -612,7 +612,7 @@ def test_a_transformer_layer_computes_again_what_it_did():
     kept = small_vit_of_te_blocks()
     again = copy.deepcopy(kept)
     for model, asked in ((kept, plan()), (again, plan(ckpt=True))):
-        ours.TransformerEngine(asked).convert(None, model, None)
+        ours.TransformerEngine(asked).convert(model, None)
         model.to("cuda")
     for step in range(3):
         x, grad = seeded(16, 1, 8, 8, seed=step).to("cuda"), seeded(16, 10, seed=9 + step).to("cuda")

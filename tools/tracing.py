@@ -131,9 +131,6 @@ class Traced(accelerate.Accelerator):
         nowhere: dict[str, Any] = {"log_with": None, "project_config": ProjectConfiguration(self.trace.folder)}
         super().__init__(**kept | {"cpu": True, "mixed_precision": precision} | nowhere)
 
-    def prepared_parameters(self) -> set[int]:
-        return set()  # the ids of the parameters of other prepared models
-
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         modules = [argument for argument in args if isinstance(argument, nn.Module)]
         models = list(filter(trains, modules))
@@ -178,7 +175,7 @@ class Traced(accelerate.Accelerator):
         trace.count.watch(plain_names(unwrapped(model).named_modules()))
         trace.blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
         if fp8:
-            fp8.convert(self, model, optimizer)  # pyrefly: ignore[bad-argument-type]
+            fp8.convert(model, optimizer)
             refuse_unknown(trace.plan.skip, linear)
             trace.fp8_linear = list(FP8Layers(fp8.kinds, model).linear)
             if not trace.fp8_linear:
@@ -190,7 +187,7 @@ class Traced(accelerate.Accelerator):
             optimizer, device_placement=False
         )
         if fp8:
-            fp8.after_prepare(self, model, self.optimizer)  # pyrefly: ignore[bad-argument-type]
+            fp8.after_prepare(model, self.optimizer, set())
         self.optimizer.optimizer.register_step_pre_hook(self.before_step)
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -1,33 +1,50 @@
 """The backends: what computes a model's matrix products. `base.py` documents each method.
 
-A new backend is a subclass of Backend in a file of its own, and one line of this table. What it accepts and costs,
-which is asked before torch is imported, is a class in config/fp8.py.
+A new backend is a subclass of Backend in a file of its own, which is imported when a plan names it, and one line of
+this table. What it accepts and costs, which is asked before torch is imported, is a class in config/fp8.py.
 """
 
-from typing import TYPE_CHECKING
+import contextlib
+import os
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
-from faithful.backends.base import Backend
-from faithful.backends.high_precision import FP16OnCPU, Torch
-from faithful.backends.levels import MSAMP
-from faithful.backends.linear import import_amp8
-from faithful.backends.torchao import TorchAO
-from faithful.backends.transformer_engine import TransformerEngine
+from faithful.errors import Refused
 
 if TYPE_CHECKING:
+    from faithful.backends.base import Backend
     from faithful.plan import Plan
 
-BACKENDS: dict[str | None, type[Backend]] = {  # by their names in config/fp8.py
-    None: Torch,
-    "ao": TorchAO,
-    "te": TransformerEngine,
-    "msamp": MSAMP,
+BACKENDS: dict[str | None, str] = {  # by their names in config/fp8.py
+    None: "faithful.backends.high_precision:Torch",
+    "ao": "faithful.backends.torchao:TorchAO",
+    "te": "faithful.backends.transformer_engine:TransformerEngine",
+    "msamp": "faithful.backends.levels:MSAMP",
 }
 
 
-def get_backend(plan: "Plan") -> Backend:
+def get_backend(plan: "Plan") -> "Backend":
     """The Backend of a plan."""
+    name = BACKENDS[plan.backend]
     if plan.implementation == "emulated":
-        return import_amp8("faithful.backends.emulation").Emulated(plan)
-    if plan.precision == "fp16" and plan.rehearsal:
-        return FP16OnCPU(plan)
-    return BACKENDS[plan.backend](plan)
+        name = "faithful.backends.emulation:Emulated"
+    elif plan.precision == "fp16" and plan.rehearsal:
+        name = "faithful.backends.high_precision:FP16OnCPU"
+    return imported(name)(plan)
+
+
+def imported(name: str) -> Any:
+    """A module or `module:object`. Raises Refused if it needs amp8's folder, which a copied project may not have."""
+    try:
+        return pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("amp8"):
+            raise
+        raise Refused(
+            "this config needs the folder amp8/ beside faithful/: copy it from where this recipe is from"
+        ) from None
+
+
+if os.environ.get("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP":  # before a script takes a Function's `apply`
+    with contextlib.suppress(Refused):  # the plan says it in one line
+        imported("amp8")

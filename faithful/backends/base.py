@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from accelerate.utils import GradScalerKwargs
+
     from faithful.plan import Plan
     from faithful.strategies.base import Saved, Strategy
 
 
 class Backend(abc.ABC):
     """What computes a model's matrix products, and in which precision. A subclass overrides what differs. If it keeps
-    gradients outside `.grad`, it is a GradientsElsewhere (clipping.py) too.
+    gradients outside `.grad`, it is a GradientsElsewhere (strategies/base.py) too.
 
     The methods stand in the order in which a run calls them.
     """
@@ -42,21 +43,20 @@ class Backend(abc.ABC):
         """Arguments that the plan adds to `Accelerator(...)`."""
         return {}
 
-    def started(self, accelerator: "Accelerator") -> None:
-        """Called after Accelerate's `Accelerator.__init__`."""
+    def started(self, scaling: "GradScalerKwargs | None") -> torch.amp.GradScaler | None:
+        """Called when Accelerate has started. Returns a gradient scaler, if Accelerate has none and the backend needs
+        one. scaling: the script's options of it."""
 
-    def convert(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> list[tuple[str, str]]:
+    def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Called before `accelerator.prepare`, to convert layers in place. optimizer: the model's, or None if it comes
         later. Returns [(name, reason)] of the Linear layers not converted."""
         return []
 
     def after_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, prepared: set[int]
     ) -> list[tuple[str, str]]:
         """Called with the prepared model and optimizer, to change them. Returns more [(name, reason)] of layers not
-        converted."""
+        converted. prepared: the ids of the parameters of all prepared models."""
         return []
 
     def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

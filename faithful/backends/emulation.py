@@ -27,7 +27,7 @@ import abc
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +40,6 @@ from amp8.scaling import E2M1, E4M3, E5M2
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, unlike_default
 from faithful.config import fp8
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
 Tile = tuple[int | None, int | None]
 Codes = tuple[torch.Tensor, torch.Tensor | None]  # (codes, scale), see Rounding.operand
@@ -201,9 +198,7 @@ class Emulated(Backend):
     def arguments(self) -> dict[str, Any]:
         return in_bf16()
 
-    def convert(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> list[tuple[str, str]]:
+    def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         plan = self.plan
         skipped = skipped_linears(model, plan.skip, size_multiple(plan.level))
         names = linears_to_convert(model, skipped)

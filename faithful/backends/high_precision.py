@@ -9,7 +9,8 @@ from faithful.backends.base import Backend
 from faithful.launch import machine
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+    from accelerate.utils import GradScalerKwargs
+
     from faithful.plan import Plan
 
 
@@ -28,7 +29,7 @@ class Torch(Backend):
             return f"fp32 (TF32 in {' and '.join(uses)})" if uses else "fp32 (IEEE, no TF32)"
         return {"fp32": "fp32", "bf16": "bf16 compute", "fp16": "fp16 compute, gradient scaler"}[plan.precision]
 
-    def started(self, accelerator: "Accelerator") -> None:
+    def started(self, scaling: "GradScalerKwargs | None") -> torch.amp.GradScaler | None:
         """In fp32 products and convolutions both use TF32 if the script has switched it on for products, or neither.
         torch's default is TF32 in convolutions alone."""
         if self.plan.precision == "fp32" and self.plan.device == "cuda":
@@ -40,7 +41,5 @@ class Torch(Backend):
 class FP16OnCPU(Torch):
     """fp16 on a CPU, which torch supports. Accelerate would train in fp32 there."""
 
-    def started(self, accelerator: "Accelerator") -> None:
-        accelerator.native_amp = True
-        options = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
-        accelerator.scaler = torch.amp.GradScaler("cpu", **options)
+    def started(self, scaling: "GradScalerKwargs | None") -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", **(scaling.to_kwargs() if scaling else {}))

@@ -2,30 +2,25 @@
 
 import contextlib
 import math
-import os
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from accelerate.state import GradientState
 from torch import nn
 
+from faithful.backends import imported
 from faithful.backends.base import Backend
-from faithful.backends.linear import import_amp8, in_bf16, in_fp8, skipped_by_config, unlike_default
+from faithful.backends.linear import in_bf16, in_fp8, skipped_by_config, unlike_default
+from faithful.config.strategies import STRATEGIES, FSDPRules
 from faithful.errors import Refused
-from faithful.strategies import STRATEGIES, guard
+from faithful.strategies import guard
 from faithful.strategies.base import GradientsElsewhere, Saved, Strategy, parameter_ids, torch_optimizer
 from faithful.tensors.names import plain_names
 
 if TYPE_CHECKING:
     from amp8 import FP8Linear
-    from faithful.accelerator import Accelerator
     from faithful.plan import Plan
-
-
-if os.environ.get("ACCELERATE_FP8_BACKEND", "").upper() == "MSAMP":  # before a script takes a Function's `apply`
-    with contextlib.suppress(Refused):  # the plan says it in one line
-        import_amp8("amp8")
 
 
 class MSAMP(GradientsElsewhere, Backend):
@@ -36,7 +31,7 @@ class MSAMP(GradientsElsewhere, Backend):
     def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
         self.in_parts = plan.level == "o3"
-        self.fully_sharded = STRATEGIES[plan.strategy].fully_shards
+        self.fully_sharded = isinstance(STRATEGIES[plan.strategy], FSDPRules)
         self.any_number_of_processes = self.fully_sharded  # all have the same scales, so rows can be sharded again
 
     @property
@@ -49,9 +44,7 @@ class MSAMP(GradientsElsewhere, Backend):
     def arguments(self) -> dict[str, Any]:
         return in_bf16()
 
-    def convert(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> list[tuple[str, str]]:
+    def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the layers before DDP wraps the model. Under FSDP2 `after_prepare` converts the shards."""
         if self.plan.level == "o3":  # a parameter's owner sends it as a flat piece
             guard.make_contiguous(model)
@@ -59,7 +52,7 @@ class MSAMP(GradientsElsewhere, Backend):
 
     def initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the model. Returns [(name, reason)] of the Linear layers not converted. optimizer: read only."""
-        amp8, plan = import_amp8("amp8"), self.plan
+        amp8, plan = imported("amp8"), self.plan
         options = dict(plan.fp8_options)
         recipe = {"recipe": options.pop("recipe", "msamp"), "recipe_options": options}
         listed = skipped_by_config(model, plan.skip)
@@ -77,11 +70,11 @@ class MSAMP(GradientsElsewhere, Backend):
         return [(name, listed.get(name, reason)) for name, reason in plain_names(amp8.report(model)["skipped"])]
 
     def after_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, prepared: set[int]
     ) -> list[tuple[str, str]]:
         """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
         its_own = set(map(id, model.parameters()))
-        if (parameter_ids(optimizer) - its_own) & accelerator.prepared_parameters():
+        if (parameter_ids(optimizer) - its_own) & prepared:
             raise Refused(
                 f"one optimizer updates two models, and MS-AMP's {str(self.plan.level).upper()} needs one for "
                 "each: make an optimizer for each, or use a config without a level"
@@ -89,9 +82,8 @@ class MSAMP(GradientsElsewhere, Backend):
         skipped = self.initialize(model, torch_optimizer(optimizer)) if self.fully_sharded else []
         with refusals():
             # pyrefly: ignore[missing-attribute]
-            optimizer.optimizer = import_amp8("amp8").optimizer_of(model, torch_optimizer(optimizer))
-        run = weakref.ref(accelerator)  # amp8 keeps what it calls as long as the model
-        import_amp8("amp8").attach(model, last_micro_batch=lambda: (held := run()) is None or held.sync_gradients)
+            optimizer.optimizer = imported("amp8").optimizer_of(model, torch_optimizer(optimizer))
+        imported("amp8").attach(model, last_micro_batch=last_micro_batch)
         return skipped
 
     def another_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -100,24 +92,22 @@ class MSAMP(GradientsElsewhere, Backend):
             "torch.optim.AdamW with parameter groups"
         )
 
-    def clip_grad_norm_(
-        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clips FP8 gradients and `.grad` by one norm, and returns it."""
-        return import_amp8("amp8").clip_grad_norm_(parameters, max_norm)
+        return imported("amp8").clip_grad_norm_(parameters, max_norm)
 
     def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return import_amp8("amp8").clip_grad_norm_(parameters, math.inf)
+        return imported("amp8").clip_grad_norm_(parameters, math.inf)
 
     def gradients(self, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
         """The FP8 gradients, which amp8 keeps outside `.grad`."""
-        linear_of = import_amp8("amp8.tensors").linear_of
+        linear_of = imported("amp8.tensors").linear_of
         layers = [layer for layer in map(linear_of, parameters.values()) if layer is not None]
         return [layer.gradient.codes for layer in layers if layer.gradient.codes is not None]
 
     def levels(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        return import_amp8("amp8").report(model, torch_optimizer(optimizer))
+        return imported("amp8").report(model, torch_optimizer(optimizer))
 
     def tensors(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None
@@ -125,7 +115,7 @@ class MSAMP(GradientsElsewhere, Backend):
         """amp8's state: FP8 codes, scales and histories, weights and optimizer state."""
         if not converted(model):
             return super().tensors(strategy, model, optimizer)
-        return import_amp8("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
+        return imported("amp8").exact_state(model, optimizer and torch_optimizer(optimizer))
 
     def restore(
         self, strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved
@@ -135,7 +125,7 @@ class MSAMP(GradientsElsewhere, Backend):
         if isinstance(parts, list):  # one per process that saved; under hsdp the first replica has all
             parts = parts[: int(parts[0]["all/world"])]
         try:
-            import_amp8("amp8").load_exact_state(model, optimizer and torch_optimizer(optimizer), parts)
+            imported("amp8").load_exact_state(model, optimizer and torch_optimizer(optimizer), parts)
         except (KeyError, ValueError) as error:
             raise Refused(f"the checkpoint is of another model: {error}. Build the model as it was") from None
 
@@ -147,6 +137,11 @@ def refusals() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise Refused(f"asked for fp8: {error}") from None
+
+
+def last_micro_batch() -> bool:
+    """Whether the next update follows this backward pass."""
+    return GradientState._shared_state.get("sync_gradients", True)  # amp8 calls it as long as the model is there
 
 
 def in_fp8_or_not(module: "FP8Linear", inputs: tuple[Any, ...]) -> None:

@@ -2,10 +2,8 @@
 
 import difflib
 import fnmatch
-import importlib
 import math
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -153,16 +151,3 @@ def skipped_linears(model: nn.Module, skip: Sequence[str] = (), multiple: int = 
 def linears_to_convert(model: nn.Module, skipped: list[tuple[str, str]]) -> set[str]:
     """The names of the Linear layers that are not skipped."""
     return set(linear_names(model)) - dict(skipped).keys()
-
-
-def import_amp8(name: str) -> ModuleType:
-    """Imports a module of amp8, or one that needs it. Raises Refused if amp8's folder is missing: a copied project may
-    not have it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("amp8"):
-            raise
-        raise Refused(
-            "this config needs the folder amp8/ beside faithful/: copy it from where this recipe is from"
-        ) from None

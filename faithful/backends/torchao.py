@@ -21,15 +21,14 @@ from faithful.backends.linear import (
     unlike_default,
 )
 from faithful.config.fp8 import MX
+from faithful.config.strategies import STRATEGIES, FSDPRules
 from faithful.errors import Refused
 from faithful.models.layers import kind
-from faithful.strategies import STRATEGIES
 from faithful.strategies.base import Saved, Strategy, torch_optimizer
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-    from faithful.accelerator import Accelerator
     from faithful.plan import Plan
 
 
@@ -43,7 +42,8 @@ class TorchAO(Backend):
 
     def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
-        self.by_accelerate = STRATEGIES[plan.strategy].fully_shards and plan.level not in MX
+        self.by_accelerate = isinstance(STRATEGIES[plan.strategy], FSDPRules) and plan.level not in MX
+        self.handlers: list[AORecipeKwargs] = []  # Accelerate's, which it converts by
         self.gathered_in_fp8 = plan.fp8_options.get("enable_fsdp_float8_all_gather", False)
 
     @property
@@ -55,12 +55,10 @@ class TorchAO(Backend):
         return "bf16, weights gathered as e4m3" if self.gathered_in_fp8 else "bf16"
 
     def arguments(self) -> dict[str, Any]:
-        handlers = [AORecipeKwargs(config=config(self.plan))] if self.by_accelerate else []
-        return in_bf16() | {"kwargs_handlers": handlers}
+        self.handlers = [AORecipeKwargs(config=config(self.plan))] if self.by_accelerate else []
+        return in_bf16() | {"kwargs_handlers": self.handlers}
 
-    def convert(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> list[tuple[str, str]]:
+    def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         skipped = skipped_linears(model, self.plan.skip, size_multiple(self.plan.level))
         names = linears_to_convert(model, skipped)
         if self.gathered_in_fp8:
@@ -70,7 +68,7 @@ class TorchAO(Backend):
             return name in names
 
         if self.by_accelerate:
-            accelerator.ao_recipe_handler.module_filter_func = chosen  # pyrefly: ignore[missing-attribute]
+            self.handlers[0].module_filter_func = chosen
         elif self.plan.level in MX:
             for name in names:
                 to_mx(model.get_submodule(name), self.plan)
@@ -81,7 +79,7 @@ class TorchAO(Backend):
         return skipped
 
     def after_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, prepared: set[int]
     ) -> list[tuple[str, str]]:
         for module in model.modules():
             if kind(module) == "torchao.Float8Linear":

@@ -31,7 +31,6 @@ from faithful.models.blocks import block_names
 from faithful.tensors.names import plain_names, unwrapped
 
 if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
     from faithful.plan import Plan
     from faithful.strategies.base import Saved, Strategy
 
@@ -53,9 +52,7 @@ class TransformerEngine(Backend):
     def arguments(self) -> dict[str, Any]:
         return in_bf16()
 
-    def convert(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> list[tuple[str, str]]:
+    def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         plan = self.plan
         multiple = size_multiple(plan.level)
         te, skipped = package(), skipped_linears(model, plan.skip, multiple)

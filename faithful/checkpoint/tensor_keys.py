@@ -1,4 +1,4 @@
-"""The names of tensors in a checkpoint, for whoever writes or reads one. checkpoint.py has the files.
+"""The names of tensors in a checkpoint, for whoever writes or reads one. checkpoints.py has the files.
 
 The tensors of prepared model number i, in Accelerate's order, have these names in a rank's file, after `i:`
     model/<name>               a parameter, or what the rank holds of it; under ZeRO its fp32 master

@@ -38,7 +38,7 @@ UNREAD = {
     "mpirun_config": ("mpirun_ccl",),
 }
 AUTO = ("gradient_accumulation_steps", "gradient_clipping")  # whole numbers and numbers that may be left to Accelerate
-LISTS = ("commands", "fp8_override_linear_precision", "fp8_skip", "gpu_ids", "tpu_env", "tpu_vm")  # may be, or files.py
+LISTS = ("commands", "fp8_override_linear_precision", "fp8_skip", "gpu_ids", "tpu_env", "tpu_vm")  # may be lists
 BACKENDS = ("no", "false", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi",
             "fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm",
             "hpu_backend")  # fmt: skip

@@ -61,6 +61,7 @@ class StrategyRules:
     family: str  # the first word of its configs' names
     rank: float  # where several do, the lower is advised
     package: str | None = None  # that it needs beside torch
+    rehearsed_as = "NO"  # the DistributedType with which Accelerate is started on a machine without an accelerator
     replicates = True  # whether each process holds the whole model in plain torch
     divides_state = False  # whether each process holds and saves a part of the state
     keeps_fp32 = False  # whether weights and state are fp32, whatever dtype the model has
@@ -104,7 +105,7 @@ class SingleRules(StrategyRules):
 
 class DDPRules(StrategyRules):
     title = "DDP: every process holds the whole model (--num_processes 8 for eight devices)"
-    family, rank = "ddp", 1
+    family, rank, rehearsed_as = "ddp", 1, "MULTI_CPU"
     hidden_behind = 0.6  # the backward pass
 
     def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
@@ -119,6 +120,7 @@ class DDPRules(StrategyRules):
 class FSDPRules(StrategyRules):
     title = "FSDP2: parameters, gradients and optimizer state are sharded over the processes"
     family, rank = "fsdp", 3
+    rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
     replicates, divides_state, keeps_fp32 = False, True, True
     hidden_behind = 0.9  # all but the first gather and the last reduction
 
@@ -168,6 +170,7 @@ class HSDPRules(FSDPRules):
 
 class TensorParallelRules(StrategyRules):
     title, family, rank = "Tensor parallel: each layer is split over the processes", "tp", 9
+    rehearsed_as = "MULTI_GPU"
     replicates, keeps_fp32, splits_layers = False, True, True
 
     def problems(self, settings: "Settings") -> Iterator[str]:
@@ -197,6 +200,7 @@ class ZeRORules(StrategyRules):
 
     title = "DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) are partitioned"
     family, package = "zero", "deepspeed"
+    rehearsed_as = "NO"  # Accelerate changes it to DEEPSPEED
     replicates, divides_state, keeps_fp32, one_model = False, True, True, True
     hidden_behind = 0.6  # the backward pass
 

@@ -163,12 +163,10 @@ class Evidence:
             self.leave_out(self.calls.outside())
             self.calls = None
         mine = self.updated_by(optimizer)
-        elsewhere = self.backend.gradients(mine)
-        gradients = summed(
-            [self.record["dtypes"]["gradients"], self.strategy.gradient_elements(mine, optimizer), elements(elsewhere)]
-        )
-        self.record["dtypes"]["gradients"] = gradients
-        self.gradient_bytes += size(elsewhere) + size(self.strategy.gradients(mine, optimizer))
+        elsewhere, (held, counted) = self.backend.gradients(mine), self.strategy.gradients(mine, optimizer)
+        dtypes = self.record["dtypes"]
+        dtypes["gradients"] = summed([dtypes["gradients"], counted, elements(elsewhere)])
+        self.gradient_bytes += size(elsewhere) + size(held)
 
     def leave_out(self, outside: dict[str, nn.Module]) -> None:
         """Counts as not converted what has computed outside FP8 before the first update. outside: {name: layer}. Raises

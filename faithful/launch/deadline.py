@@ -16,15 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import psutil
 
 from faithful.config import settings
+from faithful.errors import Refused
 from faithful.launch import launcher, rank_sync
-
-if TYPE_CHECKING:
-    from faithful.ending import Run
 
 SECONDS = 20  # until a run that was told to stop must: torch's launcher kills its processes after 30
 AGAIN = 5  # the same after a second Ctrl-C
@@ -33,7 +31,19 @@ OTHERS = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"
 pipe: int | None = None  # from which the thread reads the signals
 
 
-def watch(asks: Callable[[int], bool], newest: "Callable[[], Run | None]", end: Callable[[int, float], object]) -> None:
+class Run(Protocol):
+    """What the end of a process asks of its run (ending.py)."""
+
+    steps: Any
+    stopping: bool
+
+    def settle(self) -> None: ...
+    def explain(self, error: str) -> Refused | None: ...
+    def how_to_go_on(self) -> str: ...
+    def close(self, error: str | None, code: int) -> int: ...
+
+
+def watch(asks: Callable[[int], bool], newest: Callable[[], Run | None], end: Callable[[int, float], object]) -> None:
     """Starts the thread, once in a process, from its main thread. asks: whether a signal asks this run to stop. end:
     called with the signal when the time is over, so many seconds later."""
     global pipe
@@ -60,7 +70,7 @@ def forget() -> None:
 def wait(
     pipe: int,
     asks: Callable[[int], bool],
-    newest: "Callable[[], Run | None]",
+    newest: Callable[[], Run | None],
     end: Callable[[int, float], object],
 ) -> None:
     number, told, since, again, seconds = 0, 0.0, 0.0, False, float(SECONDS)

@@ -22,18 +22,16 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from faithful.config import settings
 from faithful.errors import Gone, OutOfSharedMemory, Refused, working_folder_is_gone
 from faithful.launch import deadline, launcher, printing, rank_sync
-
-if TYPE_CHECKING:
-    from faithful.ending import Run
+from faithful.launch.deadline import Run
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]  # a sys.excepthook
 Printer = Callable[[BaseException], object]
-Newest = Callable[[], "Run | None"]  # the run of the newest Accelerator
+Newest = Callable[[], Run | None]  # the run of the newest Accelerator
 
 stop_asked = False  # set by SIGTERM and Ctrl-C once there is something to save
 interrupted: float | None = None  # when Ctrl-C came
@@ -235,7 +233,7 @@ def end_stuck(newest: Newest) -> None:
     end_here(newest(), "the processes wait for each other, and none can go on", advice, 1)
 
 
-def end_here(run: "Run | None", said: str, advice: str, code: int) -> None:
+def end_here(run: Run | None, said: str, advice: str, code: int) -> None:
     """Ends this process while its main thread waits. Says where each process stands."""
     global too_late
     if too_late:
@@ -292,7 +290,7 @@ HANDLED = (
 
 def exit_code_of(
     problem: BaseException | None,
-    run: "Run | None",
+    run: Run | None,
     print_error: Printer | None = traceback.print_exception,
 ) -> int:
     """What a process does last, with the functions below: says why it ends, closes the record, returns the exit code.
@@ -316,7 +314,7 @@ def ignore_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def report_end(problem: BaseException | None, run: "Run | None", print_error: Printer | None) -> int:
+def report_end(problem: BaseException | None, run: Run | None, print_error: Printer | None) -> int:
     problem = as_refusal(last_step(problem, run), run)
     error, code = outcome(problem, run)
     print_error_line(problem, error, run, print_error)
@@ -327,7 +325,7 @@ def report_end(problem: BaseException | None, run: "Run | None", print_error: Pr
     return code
 
 
-def last_step(problem: BaseException | None, run: "Run | None") -> BaseException | None:
+def last_step(problem: BaseException | None, run: Run | None) -> BaseException | None:
     """`problem`, or if that is none, that the last step, which the host may not have looked at, was not finite."""
     if run is not None and (problem is None or (isinstance(problem, SystemExit) and not problem.code)):
         try:
@@ -337,7 +335,7 @@ def last_step(problem: BaseException | None, run: "Run | None") -> BaseException
     return problem
 
 
-def as_refusal(problem: BaseException | None, run: "Run | None") -> BaseException | None:
+def as_refusal(problem: BaseException | None, run: Run | None) -> BaseException | None:
     """`problem`, or a Refused in its place if a library's error means that the script needs what the config's strategy
     does not have, for example whole weights in fp32."""
     if run is None or isinstance(problem, Refused | SystemExit):
@@ -350,7 +348,7 @@ def as_refusal(problem: BaseException | None, run: "Run | None") -> BaseExceptio
     return run.explain(str(problem)) or problem
 
 
-def outcome(problem: BaseException | None, run: "Run | None") -> tuple[str | None, int]:
+def outcome(problem: BaseException | None, run: Run | None) -> tuple[str | None, int]:
     """(what the record says of `problem`, or None; the exit code)."""
     stopped = run is not None and run.stopping  # with a checkpoint
     if problem is None:
@@ -371,7 +369,7 @@ def outcome(problem: BaseException | None, run: "Run | None") -> tuple[str | Non
 
 
 def print_error_line(
-    problem: BaseException | None, error: str | None, run: "Run | None", print_error: Printer | None
+    problem: BaseException | None, error: str | None, run: Run | None, print_error: Printer | None
 ) -> None:
     """Prints why this process ends, if the script has not asked for it. error: what the record says."""
     if problem is None or isinstance(problem, SystemExit):
@@ -409,7 +407,7 @@ def end_the_line_of_a_bar() -> None:
         print(file=sys.stderr, flush=True)
 
 
-def close_record(run: "Run | None", error: str | None, code: int) -> int:
+def close_record(run: Run | None, error: str | None, code: int) -> int:
     """Closes the record of `run`, if there is one. Returns the exit code: another one if checkpoints were not written,
     or the record cannot be."""
     global ended

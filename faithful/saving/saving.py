@@ -1,6 +1,6 @@
 """The Accelerator's `save_state`, `load_state` and `save_model`: who takes part, which folder, what the user is told.
 
-checkpoint.py has the files of a checkpoint, state.py its content, weight_files.py the files of save_model.
+checkpoints.py has the files of a checkpoint, state.py its content, weight_files.py the files of save_model.
 """
 
 import contextlib

@@ -64,7 +64,7 @@ class RunState:
 
     def state_dict(self, alone: bool, keeps: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """({name: live tensor} of this rank, JSON values of the run). Every rank calls it, or with `alone` the main
-        one. keeps: whether this rank stores what all ranks have alike, see checkpoint.Save."""
+        one. keeps: whether this rank stores what all ranks have alike, see checkpoints.Save."""
         strategy, plan, models = self.strategy, self.strategy.plan, self.models
         parts, loaders_state = loaders.state_dict(self.epochs, self.stopping)
         parts |= random_state()
@@ -98,7 +98,7 @@ class RunState:
         return parts | (tensors if keeps else {}), state
 
     def load(self, folder: Path, note: Callable[[str], None]) -> tuple[int, int]:
-        """Restores a checkpoint that `checkpoint.find` has verified. Every rank calls it. Returns (the number of
+        """Restores a checkpoint that `Checkpoints.find` has verified. Every rank calls it. Returns (the number of
         processes that saved it, that of the micro-batch). note: prints and keeps a line."""
         strategy, backend, plan, rank = self.strategy, self.backend, self.strategy.plan, PartialState().process_index
         state = checkpoints.read_state(folder)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
+from accelerate.state import PartialState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import launcher, rank_sync
-from faithful.models.averages import WholeTensors
 from faithful.tensors.names import parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
@@ -31,8 +31,12 @@ def state_dict(strategy: "Strategy", model: nn.Module, accelerates: Callable[[],
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way."""
     need_all(strategy, model)
-    whole = strategy.full_state(model)
-    whole = dict(plain_names((accelerates() if whole is None else whole).items()))
+    if strategy.fully_shards or (pieces := strategy.pieces(model)) is None:
+        whole = accelerates()
+    else:  # one at a time, to save memory
+        made = ((name, get()) for name, (_, get) in pieces.items())
+        whole = {name: tensor.cpu() for name, tensor in made if PartialState().is_main_process}
+    whole = dict(plain_names(whole.items()))
     if strategy.plan.precision != "fp8":
         return whole
     return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}
@@ -87,6 +91,8 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         return type(self).save_pretrained(self, *args, **kwargs)
     given = kwargs.get("state_dict")
     if given and not hasattr(self, "get_prompt_embedding_to_save"):
+        from faithful.models.averages import WholeTensors
+
         with WholeTensors("save_pretrained"), launcher.saving_for_all():
             return type(self).save_pretrained(self, *args, **kwargs)
     # peft computes the prompts that it saves with the weights in the model

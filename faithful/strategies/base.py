@@ -2,10 +2,12 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from accelerate.state import PartialState
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,10 +18,8 @@ from faithful.tensors import low_bit
 from faithful.tensors.names import elements, local, parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
-    from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import GradScalerKwargs
+    from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
-    from faithful.accelerator import Accelerator
     from faithful.disk.tensor_files import TensorFile
     from faithful.plan import Plan
 
@@ -47,6 +47,35 @@ class Shard(NamedTuple):
         return tensor_keys.state(self.name, self.key) if self.key else tensor_keys.weight(self.name)
 
 
+@dataclass(frozen=True)
+class Session:
+    """What a strategy sees of the run that it is in."""
+
+    plan: "Plan"
+    device: torch.device
+    rank: int
+    is_main: bool
+    note: Callable[[str], None]  # prints and keeps a line
+    autocast: "AutocastKwargs | None"  # the script's
+    split_batches: bool  # whether the processes share each batch of a loader
+
+
+class Accelerates(NamedTuple):
+    """Accelerate's own functions."""
+
+    prepare: Callable[..., Any]
+    prepare_optimizer: Callable[[torch.optim.Optimizer], Any]
+
+
+class Engine(NamedTuple):
+    """What takes the steps in place of torch's optimizer. The Accelerator calls these."""
+
+    backward: Callable[..., None]
+    step: Callable[[], None]
+    drop_gradients: Callable[[], None]
+    scaler: Any  # with the interface of torch's GradScaler, or None
+
+
 class Strategy:
     """How a model is distributed over the processes. A subclass overrides what differs from one process of torch's. If
     it keeps gradients outside `.grad`, it is a GradientsElsewhere too.
@@ -56,14 +85,12 @@ class Strategy:
     """
 
     distributed_types: tuple[str, ...] = ()  # names of the DistributedTypes that Accelerate may use
-    # the DistributedType that Accelerate is started with on a machine without an accelerator
-    rehearsed_as: str | None = None
     replicates = False  # whether each process holds the whole model in plain torch, as one device and DDP do
     fully_shards = False  # whether each process holds a shard of every parameter, as FSDP2's `fully_shard` makes them
     must_shard = False  # whether a run in which nothing is sharded is refused
     # keys of bytes_per_parameter
     sharded_kinds: tuple[str, ...] = ("weight", "gradient", "gathered", "master", "optimizer")
-    gradients_counted_whole = False  # whether `gradient_elements` counts whole gradients, before they are sharded
+    gradients_counted_whole = False  # whether `gradients` counts whole gradients, before they are sharded
     same_batch = False  # whether all processes compute the same batch
     exchanges_in_passes = False  # whether processes exchange in each pass, so that all need the same number of them
     keeps_masters = False  # whether the optimizer updates fp32 copies of the weights, whatever dtype the model has
@@ -76,40 +103,32 @@ class Strategy:
 
     # ---- the launch ----
 
-    def before_rehearsal(self) -> None:
-        """Called once on a machine without an accelerator, before Accelerate starts."""
-
     def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         """Arguments that the plan adds to `Accelerator(...)`. scaling: the script's."""
         return {}
 
-    def started(self, accelerator: "Accelerator") -> None:
+    def started(self, session: Session) -> None:
         """Called when Accelerate has started."""
 
     # ---- preparing ----
 
-    def real(self, accelerator: "Accelerator", args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def real(self, session: Session, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of `accelerator.prepare`, with real objects in place of those that only a config describes."""
         return args
 
-    def before_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Called before `accelerator.prepare`, to change the model. optimizer: its, or None if it comes later."""
 
     def prepare(
-        self,
-        accelerator: "Accelerator",
-        accelerates: Callable[..., Any],
-        args: tuple[Any, ...],
-        device_placement: list[bool] | None,
+        self, session: Session, accelerates: Accelerates, args: tuple[Any, ...], device_placement: list[bool] | None
     ) -> tuple[Any, ...]:
         """Calls Accelerate's `prepare`, here once for all `args`. Returns a tuple as long as `args`."""
-        prepared = accelerates(*args, device_placement=device_placement)
+        prepared = accelerates.prepare(*args, device_placement=device_placement)
         return prepared if len(args) > 1 else (prepared,)
 
-    def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Called with the prepared model and optimizer, to change them."""
+    def after_prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine | None:
+        """Called with the prepared model and optimizer, to change them. Returns the Engine that takes the steps, if
+        the optimizer does not."""
 
     def need_both(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """The optimizer, for strategies that need it and its model in one call. Raises Refused if there is none."""
@@ -130,11 +149,11 @@ class Strategy:
                     "shard: prepare it first, then load its state, or, if it has it from the start, use a ddp config"
                 )
 
-    def free(self, accelerator: "Accelerator") -> None:
+    def free(self) -> None:
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""
 
-    def dropped(self, accelerator: "Accelerator") -> None:
-        """Called when the script has dropped its Accelerator, and with it the optimizer."""
+    def dropped(self, models: list[nn.Module]) -> None:
+        """Called when the script has dropped its Accelerator, which held these, and with it the optimizer."""
 
     # ---- steps ----
 
@@ -149,16 +168,6 @@ class Strategy:
     def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
         """Which parameters have a gradient in this process before an update, if the engine needs the same in all."""
         return []
-
-    def clip_grad_norm_(
-        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clips the gradients, and returns their norm before. The gradients are in `.grad`, and unscaled."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def schedulers(self, prepared: list["AcceleratedScheduler"]) -> list["AcceleratedScheduler"]:
-        """Those of the prepared schedulers that Accelerate steps itself."""
-        return prepared
 
     # ---- what is held ----
 
@@ -195,17 +204,15 @@ class Strategy:
         """The {name: parameter} that this process counts. One process counts a parameter that several hold whole."""
         return parameters
 
-    def gradients(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The gradient tensors that this process holds before the first update. The backend counts amp8's layers."""
+    def gradients(
+        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """(the gradient tensors that this process holds before the first update, {dtype: elements} of the gradients).
+        The backend counts amp8's layers."""
         shards = {name: getattr(parameter, "_local_tensor", parameter) for name, parameter in parameters.items()}
         plain = [parameters[name] for name, shard in shards.items() if not hasattr(shard, "amp8_linear")]
-        return [local(parameter.grad) for parameter in plain if parameter.grad is not None]
-
-    def gradient_elements(
-        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> dict[str, int]:
-        """{dtype: elements} of the gradients."""
-        return elements(self.gradients(parameters, optimizer))
+        held = [local(parameter.grad) for parameter in plain if parameter.grad is not None]
+        return held, elements(held)
 
     def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
         """Yields a Shard for each tensor that this process holds of `parameters`, {name: parameter}, and of their state
@@ -246,14 +253,10 @@ class Strategy:
     def restore_order(self, model: nn.Module, order: list[int]) -> None:
         """Sums gradients in the order that `order` returned in the run that is resumed. Every process calls it."""
 
-    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """{name: full tensor} on process 0, or None if Accelerate's own `get_state_dict` is right."""
-        return None
-
     def pieces(self, model: nn.Module) -> Pieces | None:
         """{name: (a tensor of its shape and dtype, function that returns the whole tensor on process 0)}, of parameters
-        and persistent buffers, for `save_model` of a model that no process holds whole. Every rank calls the functions,
-        in one order. None if `full_state`, or Accelerate's `get_state_dict`, is to be used."""
+        and persistent buffers, of a model that no process holds whole. Every rank calls the functions, in one order.
+        None if Accelerate's `get_state_dict` is right."""
         return None
 
     def tp_dims(self, model: nn.Module) -> dict[str, int | None]:
@@ -271,24 +274,22 @@ class GradientsElsewhere(abc.ABC):
     gradients_elsewhere = "gradients"  # what to call them
 
     @abc.abstractmethod
-    def clip_grad_norm_(
-        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Clips the gradients, and returns their norm before. norm_type: 2."""
+    def clip_grad_norm_(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Clips the gradients by their 2-norm, and returns it as it was before."""
 
     @abc.abstractmethod
     def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         """The norm of the gradients of a prepared optimizer in a step in which they are not clipped."""
 
 
-def compute_in_autocast(accelerator: "Accelerator", model: nn.Module) -> None:
+def compute_in_autocast(session: Session, model: nn.Module) -> None:
     """What Accelerate does under DDP: `model.forward` gets its inputs as they are, computes under autocast, and returns
     fp32."""
-    precision, handler = accelerator.plan.precision, accelerator.autocast_handler
+    precision, handler = session.plan.precision, session.autocast
     if precision == "fp32":
         return
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    autocast = torch.autocast(accelerator.device.type, dtype, **(handler.to_kwargs() if handler else {}))
+    autocast = torch.autocast(session.device.type, dtype, **(handler.to_kwargs() if handler else {}))
     forward = model.forward
     model._original_forward = forward  # pyrefly: ignore[bad-argument-type]  Accelerate's unwrap_model returns to it
     if isinstance(forward, MethodType):
@@ -333,15 +334,21 @@ def mixes_shards(error: str) -> Refused | None:
     )
 
 
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor of a DTensor, whose shards may be on the host; another as it is. Every process calls it."""
+    # pyrefly: ignore[missing-attribute]
+    return tensor.to(PartialState().device).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The torch optimizer inside Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def compile_for_this_rank(accelerator: "Accelerator") -> None:
+def compile_for_this_rank(session: Session) -> None:
     """Keeps compiled code of other ranks out of this one. torch's cache on disk knows a DTensor by its whole shape, not
     by the process's shard: where shards are uneven, another rank's code would crash, or leave weights as they are."""
-    config, rank = torch.compiler.config, f"rank {accelerator.process_index} of {accelerator.num_processes}"
+    config, rank = torch.compiler.config, f"rank {session.rank} of {session.plan.num_processes}"
     if not config.cache_key_tag.endswith(rank):
         config.cache_key_tag = f"{config.cache_key_tag} {rank}".lstrip()
 

@@ -5,12 +5,12 @@ import functools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -23,13 +23,16 @@ from faithful.models import averages, batch_norm, meta_init, shards
 from faithful.models.blocks import CONTAINERS, block_names, name_blocks
 from faithful.strategies import gathered, guard
 from faithful.strategies.base import (
+    Accelerates,
     Pieces,
     Saved,
+    Session,
     Strategy,
     compile_for_this_rank,
     compute_in_autocast,
     mixes_shards,
     needs_whole_model,
+    whole_tensor,
 )
 from faithful.tensors import low_bit
 from faithful.tensors.names import fingerprint, parameters_of, plain_names
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
     from torch.distributed.fsdp import FSDPModule
 
-    from faithful.accelerator import Accelerator
     from faithful.plan import Plan
 
 
@@ -46,7 +48,6 @@ class FSDP(Strategy):
     """FSDP2: all processes together hold the model once."""
 
     distributed_types = ("FSDP",)
-    rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
     fully_shards = True
     must_shard = True
     exchanges_in_passes = True
@@ -71,21 +72,19 @@ class FSDP(Strategy):
         )
         return {"fsdp_plugin": plugin}
 
-    def started(self, accelerator: "Accelerator") -> None:
-        compile_for_this_rank(accelerator)
+    def started(self, session: Session) -> None:
+        compile_for_this_rank(session)
         if self.plan.ram_efficient:
-            meta_init.start(accelerator.is_main_process)
+            meta_init.start(session.is_main)
 
-    def before_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
         those of process 0 are sent to all where the config says it and they differ."""
         plan = self.plan
         guard.refuse_complex(model, "FSDP2")
         guard.refuse_sparse(model, "FSDP2")
         if plan.sync_module_states and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
-            broadcast([*model.parameters(), *model.buffers()], accelerator.device)
+            broadcast([*model.parameters(), *model.buffers()], session.device)
         if trained := ignored_and_trained(plan, model):
             raise Refused(
                 f"fsdp_ignored_modules {plan.ignored_modules}: each process would train its own copy of "
@@ -96,11 +95,7 @@ class FSDP(Strategy):
         batch_norm.in_fp32(model)
 
     def prepare(
-        self,
-        accelerator: "Accelerator",
-        accelerates: Callable[..., Any],
-        args: tuple[Any, ...],
-        device_placement: list[bool] | None,
+        self, session: Session, accelerates: Accelerates, args: tuple[Any, ...], device_placement: list[bool] | None
     ) -> tuple[Any, ...]:
         """Accelerate's FSDP2 takes one model and its optimizer per call, but scripts may prepare several. So each model
         is prepared with an optimizer that is thrown away, and the script's optimizers then get the sharded parameters.
@@ -111,17 +106,17 @@ class FSDP(Strategy):
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         for at, argument in enumerate(args):
             if isinstance(argument, torch.nn.Module) and not getattr(argument, "_is_accelerate_prepared", False):
-                prepared[at] = shard(accelerator, accelerates, argument, optimizers)
+                prepared[at] = shard(session, accelerates, argument, optimizers)
             elif not isinstance(argument, torch.nn.Module | torch.optim.Optimizer):
                 rest.append(at)
         for at, argument in enumerate(args):
             if isinstance(argument, torch.optim.Optimizer) and not getattr(argument, "_is_accelerate_prepared", False):
                 follow(argument)
                 shards.step_in_turn(argument)
-                prepared[at] = accelerator.prepare_optimizer(argument)
+                prepared[at] = accelerates.prepare_optimizer(argument)
                 prepared[at]._is_accelerate_prepared = True
         if rest:
-            others = accelerates(*(args[at] for at in rest))
+            others = accelerates.prepare(*(args[at] for at in rest))
             others = others if len(rest) > 1 else (others,)  # Accelerate returns one object without a tuple
             for at, other in zip(rest, others, strict=True):
                 prepared[at] = other
@@ -133,11 +128,6 @@ class FSDP(Strategy):
 
     def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
         return [parameter.grad is not None for parameter in model.parameters()]
-
-    def clip_grad_norm_(
-        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        return accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
 
     def units(self, model: nn.Module) -> int | None:
         """How many units FSDP2 gathers: groups of parameters."""
@@ -162,14 +152,8 @@ class FSDP(Strategy):
                     return None  # torchao's weights that are gathered in FP8 know themselves what they are whole
                 if torch.is_tensor(tensor):
                     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    pieces[name] = like, functools.partial(self.whole, module, at, name)
+                    pieces[name] = like, lambda module=module, at=at, n=name: whole_tensor(saved_by(module, at)[n])
         return dict(plain_names(pieces.items()))
-
-    def whole(self, module: nn.Module, at: str, name: str) -> torch.Tensor:
-        """The whole tensor of this name that the module saves, which is called `at`."""
-        tensor, device = saved_by(module, at)[name], PartialState().device
-        # pyrefly: ignore[missing-attribute]
-        return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
         reshard(model)
@@ -261,14 +245,11 @@ SHARDS: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
 
 def shard(
-    accelerator: "Accelerator",
-    accelerates: Callable[..., Any],
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
+    session: Session, accelerates: Accelerates, model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> nn.Module:
     """Lets Accelerate shard `model` in the units that the config says, and gives the script's `optimizers` the sharded
-    parameters. accelerates: Accelerate's own `prepare`. Returns the model, which Accelerate changes in place."""
-    plan, plugin = accelerator.plan, cast("FullyShardedDataParallelPlugin", accelerator.state.fsdp_plugin)
+    parameters. Returns the model, which Accelerate changes in place."""
+    plan, plugin = session.plan, cast("FullyShardedDataParallelPlugin", AcceleratorState().fsdp_plugin)
     policy, checkpointing = plugin.auto_wrap_policy, plugin.activation_checkpointing
     if not any(parameter.requires_grad for parameter in model.parameters()):  # `before_prepare` has not seen it
         name_blocks(model)
@@ -294,17 +275,15 @@ def shard(
     hooks = {name: shards.hooks_of(parameter) for name, parameter in parameters_of(model)}
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     scalars = gathered.taken_out(model)
-    once = meta_init.loaded_once(model, plugin, accelerator.device) if plan.ram_efficient else contextlib.nullcontext()
+    once = meta_init.loaded_once(model, plugin, session.device) if plan.ram_efficient else contextlib.nullcontext()
     with once, embedding_in_the_root(model, plan.wrap_policy in ("SIZE_BASED_WRAP", "NO_WRAP")):
-        model, throwaway = accelerates(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        model, _ = accelerates.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)
-    accelerator._optimizers.remove(throwaway)
-    accelerator._models[:] = [other for other in accelerator._models if other is not model] + [model]
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
     plugin.activation_checkpointing = checkpointing
-    gathered.put_back(scalars, accelerator.device, plan.ram_efficient)
+    gathered.put_back(scalars, session.device, plan.ram_efficient)
     gathered.watch(model, scalars)
     now = dict(parameters_of(model, remove_duplicate=False))
     for name in hooks:
@@ -315,7 +294,7 @@ def shard(
         del SHARDS[key]
     SHARDS.update({key: (old, weakref.ref(now[name])) for name, (key, old) in was.items()})
     model.no_sync = MethodType(no_sync, model)
-    compute_in_autocast(accelerator, model)
+    compute_in_autocast(session, model)
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
     return model
 

@@ -15,8 +15,6 @@ from faithful.strategies.base import Strategy
 if TYPE_CHECKING:
     from accelerate.utils import GradScalerKwargs
 
-    from faithful.accelerator import Accelerator
-
 
 class SingleDevice(Strategy):
     distributed_types = ("NO",)
@@ -41,10 +39,9 @@ class SingleDevice(Strategy):
 
 class DDP(Strategy):
     distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
-    rehearsed_as = "MULTI_CPU"
     replicates = True
 
-    def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def after_prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model.averaged = trainable(model)  # pyrefly: ignore[bad-argument-type]
 
     def requires_grad_changed(self, model: nn.Module) -> None:

@@ -5,23 +5,22 @@ that it starts with the same weights as any other run of the seed. Parameters th
 all processes, because outputs and gradients of split layers are summed over all of them.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
 from faithful.models import shards
-from faithful.strategies.base import Strategy, compile_for_this_rank, mixes_shards
-from faithful.tensors.names import fingerprint, parameters_of
+from faithful.strategies.base import Pieces, Session, Strategy, compile_for_this_rank, mixes_shards, whole_tensor
+from faithful.tensors.names import fingerprint, parameters_of, plain_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from faithful.accelerator import Accelerator
 
 # The kinds of split that tests/strategies/test_tp.py compares with one process: losses, gradients and norms.
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
@@ -29,21 +28,18 @@ KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
 
 class TensorParallel(Strategy):
     distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
-    rehearsed_as = "MULTI_GPU"
     must_shard = True
     same_batch = True
     mixes_dtensors = True
     exchanges_in_passes = True
 
-    def started(self, accelerator: "Accelerator") -> None:
-        compile_for_this_rank(accelerator)
+    def started(self, session: Session) -> None:
+        compile_for_this_rank(session)
 
-    def before_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Splits the model, and gives the optimizer the split parameters."""
         optimizer = self.need_both(optimizer)
-        mesh = accelerator.torch_device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
+        mesh = AcceleratorState().device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
         check(model, mesh.size())
         if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
             raise Refused(
@@ -51,14 +47,9 @@ class TensorParallel(Strategy):
                 "before building the model"
             )
         shards.take_writes()
-        split(model, optimizer, mesh, accelerator.device)
+        split(model, optimizer, mesh, session.device)
         [seed] = broadcast_object_list([torch.initial_seed()])
         torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
-
-    def clip_grad_norm_(
-        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        return accelerator._clip_grad_norm_dtensor_aware(parameters, max_norm, norm_type)
 
     def not_averaged(self, optimizer: torch.optim.Optimizer, prepared: set[int]) -> set[int]:
         return set()  # all compute the same batch, and so the same gradients
@@ -68,11 +59,10 @@ class TensorParallel(Strategy):
             return parameters
         return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
 
-    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return cast(dict[str, torch.Tensor], get_model_state_dict(model, options=options))
+    def pieces(self, model: nn.Module) -> Pieces:
+        like = functools.partial(torch.empty, device="meta")
+        state = plain_names(model.state_dict().items())
+        return {name: (like(t.shape, dtype=t.dtype), functools.partial(whole_tensor, t)) for name, t in state}
 
     def tp_dims(self, model: nn.Module) -> dict[str, int | None]:
         # pyrefly: ignore[missing-attribute]

@@ -7,7 +7,7 @@ torch would clip a part of them, or none. Under tensor parallel torch fails on a
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,9 +16,6 @@ from faithful import patches
 from faithful.backends.base import Backend
 from faithful.errors import Refused
 from faithful.strategies.base import GradientsElsewhere, Strategy
-
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]  # what torch's functions take
 
@@ -108,17 +105,26 @@ def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-newest: "weakref.ref[Accelerator] | None" = None  # of this process, while the script holds it
+class Clips(Protocol):
+    """What is called of the Accelerator whose models' gradients are clipped."""
+
+    norms: Norms
+
+    def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor: ...
+    def prepared_parameters(self) -> set[int]: ...
 
 
-def instead_of_torch(accelerator: "Accelerator") -> None:
+newest: weakref.ref[Clips] | None = None  # of this process, while the script holds it
+
+
+def instead_of_torch(accelerator: Clips) -> None:
     """Makes torch's clipping functions call those of the newest Accelerator, for parameters of its models.
 
     A script may have imported them under any name, so the function inside torch's `no_grad` wrapper is replaced.
     """
     global newest
     newest = weakref.ref(accelerator)
-    if not accelerator.norms.elsewhere and not accelerator.strategy.mixes_dtensors:
+    if not accelerator.norms.elsewhere and not accelerator.norms.strategy.mixes_dtensors:
         return
     for function, ours in (
         (torch.nn.utils.clip_grad_norm_, clip_grad_norm_),

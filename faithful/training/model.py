@@ -1,13 +1,15 @@
 """One object for each model that the script has prepared: what is known of it, from `prepare` to `free_memory`. And
 what is refused or noted of all of them together."""
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeGuard
 
 import torch
-from accelerate.state import PartialState
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 
+from faithful.backends.base import Backend
 from faithful.backends.linear import in_fp8, refuse_unknown
 from faithful.errors import Refused
 from faithful.evidence.batch import FirstBatch
@@ -16,13 +18,8 @@ from faithful.models import dtypes
 from faithful.models.blocks import compile_blocks
 from faithful.models.live import Live
 from faithful.strategies import guard
-from faithful.strategies.base import Strategy, parameter_ids
+from faithful.strategies.base import Engine, Session, Strategy, parameter_ids
 from faithful.tensors.names import unwrapped
-
-if TYPE_CHECKING:
-    from accelerate.scheduler import AcceleratedScheduler
-
-    from faithful.accelerator import Accelerator
 
 
 class PreparedModel:
@@ -42,23 +39,26 @@ class PreparedModel:
     def is_of(self, model: nn.Module) -> bool:
         return unwrapped(model) is unwrapped(self.model)
 
-    def attach_optimizer(self, accelerator: "Accelerator", optimizer: torch.optim.Optimizer) -> None:
-        """Takes note of a prepared optimizer. If it updates this model, backend and strategy may change both."""
-        strategy, backend = accelerator.strategy, accelerator.backend
+    def attach_optimizer(
+        self, strategy: Strategy, backend: Backend, optimizer: Any, prepared: set[int], note: Callable[[str], None]
+    ) -> Engine | None:
+        """Takes note of a prepared optimizer. If it updates this model, backend and strategy may change both. prepared:
+        the ids of the parameters of all models. note: keeps a line. Returns what takes its steps, if it does not."""
         if optimizer in self.optimizers or not strategy.parameter_ids(optimizer) & self.parameters:
-            return
+            return None
         self.optimizers.append(optimizer)
+        engine = None
         if self.evidence:
             backend.another_optimizer(self.model, optimizer)
         elif self.layers:
             dtypes.refuse_cast(strategy, list(self.model.parameters()), self.dtypes)
-            strategy.after_prepare(accelerator, self.model, optimizer)
-            self.layers.skipped += backend.after_prepare(accelerator, self.model, optimizer)
+            engine = strategy.after_prepare(self.model, optimizer)
+            self.layers.skipped += backend.after_prepare(self.model, optimizer, prepared)
             self.parameters = set(map(id, self.model.parameters()))
-            refuse_other_launch(strategy, accelerator.distributed_type, accelerator.num_processes)
+            refuse_other_launch(strategy, AcceleratorState().distributed_type, PartialState().num_processes)
             self.evidence = Evidence(strategy, backend, self.model, self.optimizers, self.layers)
-            keeps = accelerator if strategy.model_keeps_run else accelerator.record
-            self.live = Live(strategy, self.model, keeps.note)
+            self.live = Live(strategy, self.model, note)
+        return engine
 
 
 def trains(argument: object) -> TypeGuard[nn.Module]:
@@ -68,16 +68,17 @@ def trains(argument: object) -> TypeGuard[nn.Module]:
     return any(parameter.requires_grad for parameter in argument.parameters())
 
 
-def convert(accelerator: "Accelerator", model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Layers:
+def convert(
+    session: Session, strategy: Strategy, backend: Backend, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> Layers:
     """Converts a model in place as planned. Returns its Layers before the conversion."""
-    plan, strategy, backend = accelerator.plan, accelerator.strategy, accelerator.backend
-    guard.refuse_shards(model, plan.strategy)
+    guard.refuse_shards(model, session.plan.strategy)
     of_model = set(map(id, model.parameters()))
     optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
     layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))
-    strategy.before_prepare(accelerator, model, optimizer)
-    layers.skipped += backend.convert(accelerator, model, optimizer)
-    if plan.compile:
+    strategy.before_prepare(session, model, optimizer)
+    layers.skipped += backend.convert(model, optimizer)
+    if session.plan.compile:
         compile_blocks(model, in_fp8 if backend.eager_in_eval else None)
     return layers
 
@@ -109,8 +110,8 @@ def refuse_untrained(strategy: Strategy, models: list[PreparedModel], optimizers
             )
 
 
-def notes(models: list[PreparedModel], schedulers: "list[AcceleratedScheduler]") -> Iterator[str]:
-    """Yields notes about the prepared objects, one line each. schedulers: those that Accelerate steps itself."""
+def notes(models: list[PreparedModel], schedulers: list[AcceleratedScheduler]) -> Iterator[str]:
+    """Yields notes about the prepared objects, one line each."""
     trained = any(model.evidence for model in models)
     if not trained:
         yield "no prepared optimizer updates a prepared model: steps are neither checked nor counted"
@@ -120,7 +121,8 @@ def notes(models: list[PreparedModel], schedulers: "list[AcceleratedScheduler]")
         elif prepared.layers and not prepared.evidence and trained:
             yield f"{type(prepared.model).__name__} was prepared, but no prepared optimizer updates it"
     processes = PartialState().num_processes
-    if processes > 1 and any(each.step_with_optimizer and not each.split_batches for each in schedulers):
+    own = [each for each in schedulers if type(each) is AcceleratedScheduler]  # not those that DeepSpeed steps once
+    if processes > 1 and any(each.step_with_optimizer and not each.split_batches for each in own):
         yield (
             f"Accelerate steps a prepared scheduler {processes} times per optimizer step, once for each process: a "
             "schedule counted in optimizer steps ends that much earlier"

@@ -3,14 +3,23 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import accelerate.utils
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
+from faithful.training.steps import Steps
+
+
+class Updates(Protocol):
+    """What an optimizer calls of its Accelerator."""
+
+    steps: Steps
+
+    def before_update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None: ...
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def is_leading(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
 
 @functools.cache
@@ -20,7 +29,7 @@ def is_lomo_available() -> bool | None:
 
 
 class Optimizer(AcceleratedOptimizer):
-    accelerator: "Accelerator | None" = None  # set by Accelerator.prepare_optimizer
+    accelerator: Updates | None = None  # set by Accelerator.prepare_optimizer
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what a pickle becomes, is of no Accelerator's run: it steps as Accelerate's does."""

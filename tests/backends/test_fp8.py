@@ -220,7 +220,7 @@ def test_the_mx_layer_of_a_card_is_the_emulation(level, rule, rows):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 48))
         layer, keys = model[0], list(model.state_dict())
-        assert backends.get_backend(planned).convert(None, model, None) == [("1", "48 is not a multiple of 32")]
+        assert backends.get_backend(planned).convert(model, None) == [("1", "48 is not a multiple of 32")]
         assert model[0] is layer and list(model.state_dict()) == keys
         whole = torch.randn(5, rows, 128).bfloat16().requires_grad_()
         x = whole[..., :64]
@@ -244,7 +244,7 @@ def test_a_torchao_without_its_mx_kernels_is_refused(monkeypatch):
     on_a_card = dataclasses.replace(resolved("single_fp8_ao_mxfp8"), emulated=False, implementation="torchao", skip=[])
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     with pytest.raises(Refused, match="this torchao has no kernels of MXFP8, .* or use single_fp8"):
-        backends.get_backend(on_a_card).convert(None, torch.nn.Sequential(torch.nn.Linear(32, 32)), None)
+        backends.get_backend(on_a_card).convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), None)
 
 
 @pytest.mark.parametrize(("name", "count"), [("single_fp8", 47), ("single_fp8_te", 48), ("single_fp8_msamp_o2", 48)])
@@ -254,7 +254,7 @@ def test_layers_of_vit_tiny(name, count):
     optimizer = torch.optim.AdamW(model.parameters())
     parameters = dict(model.named_parameters())
     planned = resolved(name)
-    skipped = backends.get_backend(planned).convert(None, model, optimizer)
+    skipped = backends.get_backend(planned).convert(model, optimizer)
     assert FP8Layers(backends.get_backend(planned).kinds, model).counted() == (count, 0)
     assert len(skipped) == 49 - count and skipped[0][0] == "head"
     assert all(parameters[key] is parameter for key, parameter in model.named_parameters())
@@ -267,7 +267,7 @@ def test_a_linear_of_another_class_is_named(name, count):
     model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(32, 4, 64), torch.nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
     planned = resolved(name)
-    skipped = backends.get_backend(planned).convert(None, model, optimizer)
+    skipped = backends.get_backend(planned).convert(model, optimizer)
     assert FP8Layers(backends.get_backend(planned).kinds, model).counted() == (count, 0) and len(skipped) == 4 - count
     reason = dict(skipped)["0.self_attn.out_proj"]
     assert reason in (
@@ -288,7 +288,7 @@ def counted_under_fsdp(rank, world, backend):
     before, mesh = FP8Layers(backends.get_backend(asked).kinds, model).counted(), init_device_mesh("cpu", (world,))
     for layer in (*model, model):
         fully_shard(layer, mesh=mesh)
-    backends.get_backend(asked).after_prepare(None, model, None)
+    backends.get_backend(asked).after_prepare(model, None, set())
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     model.eval()
     with torch.no_grad():
@@ -365,10 +365,6 @@ def test_evaluation_is_outside_fp8(trained):
         assert record(run)["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-3), name
 
 
-class Stub(SimpleNamespace):
-    """In an Accelerator's place. A SimpleNamespace itself can't be referred to weakly."""
-
-
 @pytest.mark.parametrize(
     "name", ["single_fp8", "zero2_fp8", "single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3"]
 )
@@ -379,9 +375,9 @@ def test_a_model_in_eval_computes_plain_products_and_in_train_fp8_again(name):
     model, x = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), torch.randn(16, 32)
     before, planned = copy.deepcopy(model), resolved(name)
     optimizer = torch.optim.AdamW(model.parameters())
-    backends.get_backend(planned).convert(None, model, optimizer)
+    backends.get_backend(planned).convert(model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)  # as Accelerate's
-    backends.get_backend(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
+    backends.get_backend(planned).after_prepare(model, prepared, set())
     assert FP8Layers(backends.get_backend(planned).kinds, model).counted()[0] >= 2
 
     def computed(some):
@@ -413,9 +409,9 @@ def on_a_backend(name):
     torch.manual_seed(0)
     model, planned = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), resolved(name)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    backends.get_backend(planned).convert(None, model, optimizer)
+    backends.get_backend(planned).convert(model, optimizer)
     prepared = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
-    backends.get_backend(planned).after_prepare(Stub(sync_gradients=True, prepared_parameters=set), model, prepared)
+    backends.get_backend(planned).after_prepare(model, prepared, set())
     return model, prepared.optimizer
 
 
@@ -476,7 +472,7 @@ def test_a_weight_that_is_computed_stays_in_high_precision_and_trains(name, how)
     model, planned = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))), resolved(name)
     COMPUTED[how](model[1])
     trained = [key for key, parameter in model[1].named_parameters() if parameter.requires_grad]
-    skipped = dict(backends.get_backend(planned).convert(None, model, torch.optim.AdamW(model.parameters())))
+    skipped = dict(backends.get_backend(planned).convert(model, torch.optim.AdamW(model.parameters())))
     assert skipped["1"] in ("its weight is computed from other parameters", "its weight is not an ordinary parameter")
     model(torch.randn(16, 32)).square().sum().backward()
     own = dict(model[1].named_parameters())

@@ -8,7 +8,7 @@ import yaml
 from conftest import CONFIGS, record, train, weights
 from torch import nn
 
-from faithful import backends
+from faithful import backends, strategies
 from faithful.backends.base import Backend
 from faithful.backends.high_precision import Torch
 from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, skipped_linears
@@ -61,7 +61,7 @@ class Rounded(Backend):
     def arguments(self):
         return in_bf16()
 
-    def convert(self, accelerator, model, optimizer):
+    def convert(self, model, optimizer):
         skipped = skipped_linears(model, self.plan.skip)
         names = linears_to_convert(model, skipped)
         for name, module in model.named_modules():
@@ -75,7 +75,7 @@ class Rounded(Backend):
 def two_lines(monkeypatch):
     """All that the rest of the code is told."""
     monkeypatch.setitem(fp8.BACKENDS, "rounded", RoundedRules("rounded"))
-    monkeypatch.setitem(backends.BACKENDS, "rounded", Rounded)
+    monkeypatch.setitem(backends.BACKENDS, "rounded", f"{__name__}:Rounded")
 
 
 def mapping(strategy="single", **section):
@@ -140,8 +140,8 @@ class RoundedWeights(Torch):
     def name(self):
         return f"{super().name}, weights rounded to bf16"
 
-    def after_prepare(self, accelerator, model, optimizer):
-        updated = accelerator.strategy.torch_optimizer(optimizer)
+    def after_prepare(self, model, optimizer, prepared):
+        updated = strategies.get_strategy(self.plan).torch_optimizer(optimizer)
         updated.register_step_post_hook(lambda *_: round_all(updated))
         return []
 
@@ -154,7 +154,7 @@ def round_all(optimizer):
 
 
 def install(rank):
-    backends.BACKENDS[None] = RoundedWeights
+    backends.BACKENDS[None] = f"{__name__}:RoundedWeights"
 
 
 CASES = ["single_bf16", "ddp_bf16", "fsdp_bf16", "zero1_bf16", "zero3_bf16"]

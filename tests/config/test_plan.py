@@ -10,7 +10,7 @@ import pytest
 import yaml
 from conftest import CONFIGS, ROOT, launched
 
-from faithful import Refused, arguments, plan
+from faithful import Refused, arguments, backends, plan, strategies
 from faithful.config import config_file, rules, schema
 from faithful.config.settings import read_env, to_env
 from faithful.launch import machine
@@ -175,7 +175,7 @@ def test_the_grammar_of_names():
 
 def merged(planned, **script):
     """The arguments that Accelerate gets for the script's arguments."""
-    return arguments.with_config(planned, script)
+    return arguments.with_config(planned, script, strategies.get_strategy(planned), backends.get_backend(planned))
 
 
 SINGLE = plan.Plan(None, "single", 1, "fp32", "cpu", rehearsal=True)

@@ -17,7 +17,7 @@ from conftest import CONFIGS, ROOT, launched, train, write_record
 from test_other_configs import DDP, FSDP2, fsdp, zero
 from test_plan import CPU, GPU
 
-from faithful import Refused, arguments, plan
+from faithful import Refused, arguments, backends, plan, strategies
 from faithful.config import config_file
 from shared import args
 from tools import check, cli, tracing
@@ -383,7 +383,8 @@ def test_machines_that_cannot_meet_are_named(what, change, end, line):
 def merged(config, script):
     """What Accelerate gets on a machine with GPUs for the script's arguments."""
     strategy, precision = config.split("_")
-    return arguments.with_config(plan.Plan(None, strategy, 2, precision, "cuda"), script)
+    asked = plan.Plan(None, strategy, 2, precision, "cuda")
+    return arguments.with_config(asked, script, strategies.get_strategy(asked), backends.get_backend(asked))
 
 
 @rows(SCRIPT)

@@ -53,7 +53,7 @@ def test_evaluation_counts_every_sample_once(tmp_path, world):
                     logits = model(part.pixels)
                     want = torch.nn.functional.cross_entropy(logits, part.labels).item()
                 for batch in range(1, 6):
-                    loader = torch.utils.data.DataLoader(part, batch, collate_fn=data.as_is)
+                    loader = torch.utils.data.DataLoader(part, batch, collate_fn=data.in_dtype)
                     got = vit.evaluate(accelerator, prepared[0], accelerator.prepare(loader))
                     assert got["eval_loss"] == pytest.approx(want, rel=1e-5), (count, batch, got, want)
                     hits = (logits.argmax(-1) == part.labels).sum().item()

@@ -20,8 +20,8 @@ import yaml
 from conftest import CONFIGS, ROOT
 from test_plan import CPU, GPU
 
-from faithful import Refused, plan
-from faithful.backends import linear, transformer_engine
+from faithful import Refused, backends, plan
+from faithful.backends import transformer_engine
 from faithful.config import config_file, rules
 from faithful.config.settings import read_env, to_env
 from faithful.evidence import record
@@ -238,9 +238,9 @@ def test_a_module_that_amp8_lacks_is_not_amp8_missing(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 
-    monkeypatch.setattr(linear.importlib, "import_module", missing)
+    monkeypatch.setattr(backends.pkgutil, "resolve_name", missing)
     with pytest.raises(ModuleNotFoundError, match="numpy"):
-        linear.import_amp8("amp8")
+        backends.imported("amp8")
 
 
 def test_a_transformer_engine_that_cannot_be_imported_is_one_line(monkeypatch):

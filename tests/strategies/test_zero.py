@@ -255,6 +255,7 @@ def test_what_is_offloaded_from_a_gpu_is_in_pinned_memory(monkeypatch):
         monkeypatch.setenv(name, value)
     for change in (
         "quiet",
+        "compile_nothing",
         "leave_precision_to_the_config",
         "leave_gradients_to_the_engine",
     ):  # which would last for later tests of this process

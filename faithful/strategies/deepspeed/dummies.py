@@ -6,7 +6,7 @@ same as if the script had made them. An `auto` value is the dummy's.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler  # accelerate.utils has them only with DeepSpeed
@@ -15,13 +15,11 @@ from faithful import patches
 from faithful.config import deepspeed
 from faithful.errors import Refused
 
-if TYPE_CHECKING:
-    from faithful.accelerator import Accelerator
 
-
-def real(config: dict[str, Any], accelerator: "Accelerator", args: Iterable[Any]) -> tuple[Any, ...]:
+def real(config: dict[str, Any], processes: int, args: Iterable[Any]) -> tuple[Any, ...]:
     """`args` with the optimizer and the scheduler that deepspeed_config_file describes, in place of the script's
-    DummyOptim and DummyScheduler. config: the plugin's mapping, from which they are taken out."""
+    DummyOptim and DummyScheduler. config: the plugin's mapping, from which they are taken out. processes: that have
+    batches of their own."""
     args = list(args)
     for argument in args:
         for kind, dummy in (("optimizer", DummyOptim), ("scheduler", DummyScheduler)):
@@ -46,7 +44,7 @@ def real(config: dict[str, Any], accelerator: "Accelerator", args: Iterable[Any]
     optimizer = optimizer_of(config.pop("optimizer"), dummy_optimizer)
     for at, argument in enumerate(args):
         if isinstance(argument, DummyScheduler):
-            args[at] = scheduler_of(config.pop("scheduler", None), argument, dummy_optimizer, optimizer, accelerator)
+            args[at] = scheduler_of(config.pop("scheduler", None), argument, dummy_optimizer, optimizer, processes)
         elif argument is dummy_optimizer:
             args[at] = optimizer
     config.pop("scheduler", None)
@@ -80,7 +78,7 @@ def scheduler_of(
     dummy: DummyScheduler,
     dummy_optimizer: DummyOptim,
     optimizer: torch.optim.Optimizer,
-    accelerator: "Accelerator",
+    processes: int,
 ) -> Any:
     """The scheduler, which DeepSpeed's engine steps once in each optimizer step: that of the script's function, which
     comes before the file's, as in DeepSpeed, or the file's."""
@@ -97,7 +95,7 @@ def scheduler_of(
             f"scheduler {section['type']} of deepspeed_config_file is not one of "
             f"{', '.join(lr_schedules.VALID_LR_SCHEDULES)}: make it in the script"
         )
-    total, processes = dummy.total_num_steps, 1 if accelerator.split_batches else accelerator.num_processes
+    total = dummy.total_num_steps
     auto = {
         "warmup_min_lr": 0,
         "warmup_max_lr": dummy_optimizer.lr,

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from torch import nn
 
 from faithful.checkpoint import tensor_keys
 from faithful.strategies.base import filled, refuse_other_shape
-
-if TYPE_CHECKING:
-    from faithful.strategies.deepspeed.seen import Held
 
 Zero = Any  # DeepSpeed's ZeRO optimizer
 Partitioned = Any  # an nn.Parameter with what DeepSpeed adds to it: ds_tensor, _hp_mapping
@@ -264,12 +261,12 @@ class Fragments:
     its own. It updates a flat master as a whole as long as all its parameters have a gradient in each step, which costs
     one call instead of one for each parameter, and the fragments of it from the first step in which they have not.
 
-    held: has `reached`, the ids of the parameters with a gradient. `views`: {id of a parameter: its fragment of the
+    reached: the ids of the parameters with a gradient, now. `views`: {id of a parameter: its fragment of the
     masters}, some of which are empty. `apart`: the numbers of the masters whose fragments are updated.
     """
 
-    def __init__(self, zero: Zero, held: "Held") -> None:
-        self.zero, self.held, self.optimizer, self.flats, self.apart = zero, held, zero.optimizer, [], set()
+    def __init__(self, zero: Zero, reached: set[int]) -> None:
+        self.zero, self.reached, self.optimizer, self.flats, self.apart = zero, reached, zero.optimizer, [], set()
         self.places = {id(p): (at, *position(zero, p)[1:]) for at, group in enumerate(groups(zero)) for p in group}
         self.views = {id(p): nn.Parameter(self.cut(p, masters(zero)).detach()) for group in groups(zero) for p in group}
         self.optimizer.register_step_pre_hook(self.choose)
@@ -287,7 +284,7 @@ class Fragments:
 
     def with_gradients(self, flat: torch.Tensor) -> list[torch.Tensor]:
         [at] = [at for at, master in enumerate(masters(self.zero)) if master is flat]
-        reached = [parameter for parameter in groups(self.zero)[at] if id(parameter) in self.held.reached]
+        reached = [parameter for parameter in groups(self.zero)[at] if id(parameter) in self.reached]
         if len(reached) == len(groups(self.zero)[at]) and at not in self.apart:
             return [flat]
         self.split(at)
@@ -395,19 +392,20 @@ class Fragments:
 
 
 def restore_engine(
-    zero: Zero, held: "Held", parameters: list[tuple[str, nn.Parameter]], parts: Mapping[str, torch.Tensor]
+    zero: Zero, trained: list[bool], parameters: list[tuple[str, nn.Parameter]], parts: Mapping[str, torch.Tensor]
 ) -> None:
+    """Fills the engine with what a checkpoint has. trained: which of the parameters have masters."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    for name, parameter in parameters:
-        if held.has(parameter):
+    for has_master, (name, parameter) in zip(trained, parameters, strict=True):
+        if has_master:
             fragment(zero, parameter, masters(zero)).copy_(parts[tensor_keys.weight(name)])
             continue
         with GatheredParameters([parameter], modifier_rank=0):  # gathers only in stage 3
             if dist.get_rank() == 0:
                 parameter.copy_(parts[tensor_keys.weight(name)].view_as(parameter))
             dist.broadcast(parameter.data, 0)
-    held.fragments.restore({id(parameter): name for name, parameter in parameters}, parts)
+    zero.held.fragments.restore({id(parameter): name for name, parameter in parameters}, parts)
     # The engine makes 16-bit weights from the masters only in a step. What follows is the end of such a step, in which
     # each process rounds its own masters and gets the weights of the others.
     if stage(zero) < 3:

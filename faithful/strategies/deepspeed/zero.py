@@ -12,8 +12,8 @@ import logging
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -31,9 +31,12 @@ from faithful.errors import Refused
 from faithful.models import batch_norm, meta_init
 from faithful.strategies import guard
 from faithful.strategies.base import (
+    Accelerates,
+    Engine,
     GradientsElsewhere,
     Pieces,
     Saved,
+    Session,
     Shard,
     Strategy,
     buffers_by_place,
@@ -65,11 +68,9 @@ from faithful.strategies.deepspeed.seen import Held
 from faithful.tensors.names import parameters_of, unwrapped
 
 if TYPE_CHECKING:
-    from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import GradScalerKwargs
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from faithful.accelerator import Accelerator
     from faithful.plan import Plan
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of torch.optim.Optimizer
@@ -80,7 +81,6 @@ class ZeRO(GradientsElsewhere, Strategy):
     """Stages 1, 2 and 3. Accelerate and DeepSpeed read the stage from the launcher's environment."""
 
     distributed_types = ("DEEPSPEED",)
-    rehearsed_as = "NO"  # Accelerate changes it to DEEPSPEED
     gradients_counted_whole = True  # by hooks, before the engine partitions and frees them
     gradients_elsewhere = "DeepSpeed's gradients"
     any_number_of_processes = True
@@ -91,15 +91,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         self.keeps_masters = plan.precision != "fp32"
         self.exchanges_in_passes = plan.strategy != "zero1"
         self._in_backward = self._passed_outside = False  # in accelerator.backward; outside it
+        self._engine: weakref.ref[DeepSpeedEngine] | None = None  # what is prepared
         self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if plan.strategy == "zero3" else ())
-
-    def before_rehearsal(self) -> None:
-        """Turns off DeepSpeed's compiled all-reduce for processes of one host: it needs a compiler and a minute."""
-        quiet()
-        import deepspeed  # noqa: F401  patches needs it imported
-
-        patches.replace("deepspeed.ops:__compatible_ops__", {})
-        patches.replace("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported", lambda self: True)
 
     def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         """Accelerate's DeepSpeedPlugin from the launcher's environment, with settings that the YAML lacks. It leaves no
@@ -107,28 +100,28 @@ class ZeRO(GradientsElsewhere, Strategy):
         from accelerate.utils import DeepSpeedPlugin
 
         quiet()
+        if self.plan.rehearsal:
+            compile_nothing()
         leave_precision_to_the_config()
         leave_gradients_to_the_engine()
-        plugin = DeepSpeedPlugin(gradient_clipping=self.plan.clip or 0.0)  # `clip_grad_norm_` sets it
+        made = DeepSpeedPlugin(gradient_clipping=self.plan.clip or 0.0)  # `clip_grad_norm_` sets it
         # With this reference transformers builds its models partitioned and in 16 bit under stage 3, whatever
         # zero3_init_flag says: with other initial weights than the other strategies, and another dtype when offloaded.
-        plugin.set_deepspeed_weakref = lambda: None
-        complete(plugin.deepspeed_config, self.plan, scaling)
+        made.set_deepspeed_weakref = lambda: None
+        complete(made.deepspeed_config, self.plan, scaling)
         if file_of_deepspeed().get("gradient_clipping") == "auto":  # transformers' Trainer fills it with its own
-            plugin.deepspeed_config["gradient_clipping"] = "auto"
-        return {"deepspeed_plugin": plugin}
+            made.deepspeed_config["gradient_clipping"] = "auto"
+        return {"deepspeed_plugin": made}
 
-    def real(self, accelerator: "Accelerator", args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # pyrefly: ignore[missing-attribute]
-        return dummies.real(accelerator.state.deepspeed_plugin.deepspeed_config, accelerator, args)
+    def real(self, session: Session, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        processes = 1 if session.split_batches else self.plan.num_processes
+        return dummies.real(plugin().deepspeed_config, processes, args)
 
-    def started(self, accelerator: "Accelerator") -> None:
+    def started(self, session: Session) -> None:
         if self.plan.ram_efficient:
-            meta_init.start(accelerator.is_main_process)
+            meta_init.start(session.is_main)
 
-    def before_prepare(
-        self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         plan = self.plan
         optimizer = self.need_both(optimizer)
         if bare := [name for name, parameter in model.named_parameters() if not shape(parameter)]:
@@ -151,24 +144,20 @@ class ZeRO(GradientsElsewhere, Strategy):
             )
         if plan.precision != "fp32":
             batch_norm.in_fp32(model)
-        compute_in_autocast(accelerator, model)
+        compute_in_autocast(session, model)
 
     def prepare(
-        self,
-        accelerator: "Accelerator",
-        accelerates: Callable[..., Any],
-        args: tuple[Any, ...],
-        device_placement: list[bool] | None,
+        self, session: Session, accelerates: Accelerates, args: tuple[Any, ...], device_placement: list[bool] | None
     ) -> tuple[Any, ...]:
         """Accelerate's own `prepare`. It asks for a batch size, which DeepSpeed uses for its messages alone: 1 if no
         loader has one."""
-        plugin, key = accelerator.state.deepspeed_plugin, "train_micro_batch_size_per_gpu"
-        config, said = plugin.deepspeed_config, file_of_deepspeed().get(key)  # pyrefly: ignore[missing-attribute]
+        key = "train_micro_batch_size_per_gpu"
+        config, said = plugin().deepspeed_config, file_of_deepspeed().get(key)
         loaders = [argument for argument in args if hasattr(argument, "batch_size")]
         batches = {loader.batch_size for loader in loaders} - {None}  # None: of a batch sampler, or of the data set
         models = [argument for argument in args if isinstance(argument, torch.nn.Module)]
         fresh = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
-        if len(fresh) + (accelerator.deepspeed_engine_wrapped is not None and bool(fresh)) > 1:
+        if len(fresh) + (self.engine is not None and bool(fresh)) > 1:
             raise Refused(
                 f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
                 "config, or for a model that it does not train accelerator.prepare_model(model, "
@@ -189,24 +178,26 @@ class ZeRO(GradientsElsewhere, Strategy):
         exact = {id(p): p.detach() for p in every}  # before DeepSpeed rounds them
         for model in fresh if self.plan.ram_efficient else ():
             dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(self.plan.precision, torch.bfloat16)
-            meta_init.partition(model, dtype, config["zero_optimization"], accelerator.device)
-        with masters_for_all(accelerator, args):
-            prepared = super().prepare(accelerator, accelerates, args, device_placement)
-        if exact:
-            zero: Any = accelerator.deepspeed_engine_wrapped.engine.optimizer  # pyrefly: ignore[missing-attribute]
-            take_exact(zero, exact, accelerator.device if self.plan.ram_efficient else None)
+            meta_init.partition(model, dtype, config["zero_optimization"], session.device)
+        with masters_for_all(session.note, args):
+            prepared = super().prepare(session, accelerates, args, device_placement)
+        for engine in (new for new, old in zip(prepared, args, strict=True) if any(old is model for model in fresh)):
+            self._engine = weakref.ref(engine)
+            if exact:
+                take_exact(engine.optimizer, exact, session.device if self.plan.ram_efficient else None)
         return prepared
 
-    def after_prepare(self, accelerator: "Accelerator", model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Moves the optimizer step from `accelerator.backward`, where Accelerate has it, to `optimizer.step`.
+    @property
+    def engine(self) -> "DeepSpeedEngine | None":
+        """The engine of the prepared model."""
+        return self._engine() if self._engine else None
 
-        This way the gradient norm is checked before the update.
-        """
+    def after_prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
         engine: Any = model
         zero = zero_of(optimizer)
         count_gradients(zero, model)
         held = zero.held = Held(zero, engine.module)
-        held.fragments = Fragments(zero, held)
+        held.fragments = Fragments(zero, held.reached)
         clip_as_configured(zero)
         zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
         with_checkpoints_of_its_own(engine, held)
@@ -220,30 +211,16 @@ class ZeRO(GradientsElsewhere, Strategy):
             self._in_backward = False
             held.after_backward(sync_gradients)
 
-        def zero_grad(self: torch.optim.Optimizer, set_to_none: bool | None = None) -> None:
-            if accelerator.sync_gradients:
-                accelerator.steps.losses.clear()  # as Optimizer.zero_grad does
-                held.drop_gradients()
+        def step() -> None:
+            with held.working():
+                engine.step()
+            held.updated()
+            clip_as_configured(zero)  # not as in this step's call of clip_grad_norm_
 
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-            if closure is not None:
-                raise Refused("DeepSpeed calls no closure of optimizer.step: use a ddp or fsdp config")
-            if accelerator.sync_gradients:
-                accelerator.before_update(optimizer)
-                with held.working():
-                    engine.step()
-                held.updated()
-                clip_as_configured(zero)  # not as in this step's call of clip_grad_norm_
-                accelerator.after_update(optimizer)
-
-        accelerator.deepspeed_engine_wrapped.backward = backward  # pyrefly: ignore[missing-attribute]
         if stage(zero) > 1:  # Accelerate calls it in stage 1 only
             engine.no_sync = refuse_no_sync
         engine.zero_grad = engine.module.zero_grad = lambda set_to_none=True: held.drop_gradients()
-        optimizer.zero_grad = MethodType(zero_grad, optimizer)
-        optimizer.step = MethodType(step, optimizer)  # a scheduler that is created later needs a method
-        if zero.dtype == torch.float16:
-            accelerator.scaler = Scaler(zero)
+        return Engine(backward, step, held.drop_gradients, Scaler(zero) if zero.dtype == torch.float16 else None)
 
     def _once_differentiable(self, module: nn.Module, args: object, output: object) -> None:
         """A hook of the model: a second derivative through its output is refused, for which DeepSpeed's engine, which
@@ -269,46 +246,37 @@ class ZeRO(GradientsElsewhere, Strategy):
         held = zero_of(optimizer).held
         return [id(parameter) in held.reached for parameter in held.parameters]
 
-    def free(self, accelerator: "Accelerator") -> None:
-        # The Scaler refers to the engine's optimizer, and with it to all masters and their state.
-        accelerator.scaler = None
+    def free(self) -> None:
+        self._engine = None
 
-    def dropped(self, accelerator: "Accelerator") -> None:
+    def dropped(self, models: list[nn.Module]) -> None:
         """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
-        wrapped = accelerator.deepspeed_engine_wrapped
-        if wrapped is not None and self.plan.strategy != "zero3":
+        for engine in (model for model in models if unwrapped(model) is not model and self.plan.strategy != "zero3"):
             with contextlib.suppress(AssertionError):  # after end_training, it cannot print its last message
-                wrapped.engine.destroy()
+                cast("DeepSpeedEngine", engine).destroy()
 
-    def clip_grad_norm_(
-        self, accelerator: "Accelerator", parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Makes the engine clip in its step. Returns the gradient norm over all processes."""
-        plan, optimizer = self.plan, accelerator._optimizers[0]
+        zero: Zero = cast("DeepSpeedEngine", self.engine).optimizer
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if given != {id(p) for group in groups(zero_of(optimizer)) for p in group if p.requires_grad}:
+        if given != {id(p) for group in groups(zero) for p in group if p.requires_grad}:
             raise Refused(
-                f"clip_grad_norm_ is called for a part of the parameters, {plan.strategy} clips all by one "
+                f"clip_grad_norm_ is called for a part of the parameters, {self.plan.strategy} clips all by one "
                 "norm: pass model.parameters()"
             )
-        configured = AcceleratorState().deepspeed_plugin.gradient_clipping  # pyrefly: ignore[missing-attribute]
+        configured = plugin().gradient_clipping
         if math.isinf(max_norm):  # the script asks for the norm alone
-            return self.norm_of(optimizer)
+            return gradient_norm(zero)
         if configured not in (0.0, max_norm):
             raise Refused(
                 f"the script clips gradients at {max_norm}, gradient_clipping in the config at {configured}: "
                 "say it in one place"
             )
-        zero_of(optimizer).clip_grad = max_norm
-        return self.norm_of(optimizer)
-
-    def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        zero = zero_of(optimizer)
+        zero.clip_grad = max_norm
         return gradient_norm(zero)
 
-    def schedulers(self, prepared: list["AcceleratedScheduler"]) -> list["AcceleratedScheduler"]:
-        # DeepSpeed's engine steps those of its own once.
-        return [s for s in prepared if type(s).__name__ != "DeepSpeedSchedulerWrapper"]
+    def norm_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        return gradient_norm(zero_of(optimizer))
 
     def torch_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The torch optimizer inside DeepSpeed's optimizer inside Accelerate's. It updates the flat masters."""
@@ -329,8 +297,10 @@ class ZeRO(GradientsElsewhere, Strategy):
     def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         return f", {record.get('share_per_process', {}).get('optimizer', 1):.0%} of the optimizer state each"
 
-    def gradients(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The gradient tensors that this process holds between the backward pass and the optimizer step."""
+    def gradients(
+        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """As in Strategy. The elements are those of the backward pass, before the engine partitions and frees them."""
         zero = zero_of(optimizer)
         zero.forget()
         # Where the engine keeps gradients depends on the stage, on the dtype and on offloading: in a list for each
@@ -340,13 +310,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         with zero.held.working():
             kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
         kept += [flat.grad for flat in masters(zero) if flat.grad is not None]
-        return kept
-
-    def gradient_elements(
-        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> dict[str, int]:
-        """{dtype: elements} of the gradients of the backward pass, before the engine partitions and frees them."""
-        return dict(zero_of(optimizer).seen_gradients)
+        return kept, dict(zero.seen_gradients)
 
     def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
         """As in Strategy, without padding."""
@@ -395,25 +359,14 @@ class ZeRO(GradientsElsewhere, Strategy):
             parts = rows.Rows(parts, rows.of_fragments(gather_object([lengths]), dist.get_rank()))
         of_model = {place: part for place, part in live.items() if tensor_keys.kind(place) != tensor_keys.OPTIMIZER}
         refuse_other_model(of_model, parts)
-        zero = zero_of(optimizer)
-        restore_engine(zero, zero.held, list(parameters_of(model)), parts)
+        zero, parameters = zero_of(optimizer), list(parameters_of(model))
+        restore_engine(zero, [zero.held.has(parameter) for _, parameter in parameters], parameters, parts)
         for place, buffer in buffers_by_place(model).items():
             buffer.copy_(parts[place])
 
-    def full_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """{name: full fp32 tensor} of parameters and buffers, on the CPU of process 0; empty on the others."""
-        main, state = dist.get_rank() == 0, {}
+    def pieces(self, model: nn.Module) -> Pieces:
         if unwrapped(model) is model:  # not DeepSpeed's
-            return {name: tensor.cpu() for name, tensor in model.state_dict().items() if main}
-        for name, (_, whole) in cast(Pieces, self.pieces(model)).items():  # one at a time, to save memory
-            tensor = whole()
-            state |= {name: tensor.cpu()} if main else {}
-        # peft's VeRA reads its projections, which all layers share, by another name than the first
-        return state | {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped(model), False) if main}
-
-    def pieces(self, model: nn.Module) -> Pieces | None:
-        if unwrapped(model) is model:
-            return None
+            return {name: (tensor, lambda tensor=tensor: tensor) for name, tensor in model.state_dict().items()}
 
         engine: Any = model
         held = engine.optimizer.held
@@ -427,7 +380,7 @@ class ZeRO(GradientsElsewhere, Strategy):
             dtype = torch.float32 if held.has(parameter) else parameter.dtype
             like = torch.empty(shape(parameter), dtype=dtype, device="meta")
             pieces[name] = like, functools.partial(whole, parameter)
-        kept = persistent_buffers(engine.module)
+        kept = persistent_buffers(engine.module, once=False)  # peft's VeRA reads shared ones by each name
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept}
 
     def explain(self, error: str) -> Refused | None:
@@ -519,18 +472,27 @@ def leave_gradients_to_the_engine() -> None:
         patches.replace("transformers.trainer:Trainer._has_mixed_mesh_grads", lambda self, model: False)
 
 
+def compile_nothing() -> None:
+    """Turns off DeepSpeed's compiled all-reduce for processes of one host: it needs a compiler and a minute. And its
+    refusal of fp16 on most CPUs."""
+    import deepspeed  # noqa: F401  patches needs it imported
+
+    patches.replace("deepspeed.ops:__compatible_ops__", {})
+    patches.replace("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported", lambda self: True)
+
+
 def quiet() -> None:
     """Silences DeepSpeed's messages, except errors."""
     patches.silence("DeepSpeed", logging.ERROR)
 
 
 @contextlib.contextmanager
-def masters_for_all(accelerator: "Accelerator", args: tuple[Any, ...]) -> Iterator[None]:
+def masters_for_all(note: Callable[[str], None], args: tuple[Any, ...]) -> Iterator[None]:
     """Frozen parameters in an optimizer of `args` get masters too, as the script may thaw them."""
     groups = [group for each in args if isinstance(each, torch.optim.Optimizer) for group in each.param_groups]
     every = [p for group in groups for p in group["params"] if p.is_floating_point() and not p.requires_grad]
     if every:
-        accelerator.note(
+        note(
             f"{sum(map(torch.numel, every)):,} parameters in the optimizer are frozen: they cost memory as the others "
             "do, as they may be thawed. Leave them out of the optimizer if they stay frozen"
         )
@@ -562,7 +524,12 @@ def with_checkpoints_of_its_own(engine: "DeepSpeedEngine", held: Held) -> None:
 
 
 def clip_as_configured(zero: Zero) -> None:
-    zero.clip_grad = AcceleratorState().deepspeed_plugin.gradient_clipping  # pyrefly: ignore[missing-attribute]
+    zero.clip_grad = plugin().gradient_clipping
+
+
+def plugin() -> Any:
+    """Accelerate's DeepSpeedPlugin of this process."""
+    return AcceleratorState().deepspeed_plugin
 
 
 def refuse_new_group(*_: object) -> NoReturn:
