@@ -495,7 +495,7 @@ def large_files(made):
     yield "metrics.jsonl", "lines, too many to show", lines(readers.MOST_ROWS, ""), of_rows
     yield "metrics.jsonl", "numbers", lines(records.MOST // 2, ',"loss":1.5'), of_rows
     yield "metrics.jsonl", "names", lines(records.MOST // 2000, measures), of_rows
-    yield "metrics.jsonl", "values", lines(14, ',"x":[' + "{}," * 200_000 + "{}]"), of_rows
+    yield "metrics.jsonl", "values", lines(9, ',"x":[' + "{}," * 200_000 + "{}]"), of_rows
     yield "metrics.jsonl", "text", lines(95, f',"x":"{wide}{"a" * (readers.LONGEST_ROW - 99)}"'), of_rows
     curve = "[" + "{}," * (readers.CHECKPOINT[1] // 2 - 99) + "{}]"
     report = f'{{"schema_version":2,"rows":[],"args":{{}},"recipe":"vit","device":"","measure":"loss","x":{curve}}}'

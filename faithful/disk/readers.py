@@ -15,7 +15,7 @@ from faithful.disk.names import opened, short
 CHECKPOINT = 1 << 25, 1_500_000  # bytes and values of a JSON file in a checkpoint, and of the header of a tensor file
 RECORD = 1 << 23, 250_000  # of any other one: what a tool shows and compares
 DEEPEST = 200  # objects and lists in one another
-LONGEST_LOG, MOST_ROWS, MOST_LOGGED = 3 << 25, 1_000_000, 6_000_000  # bytes, lines and values of metrics.jsonl
+LONGEST_LOG, MOST_ROWS, MOST_LOGGED = 3 << 25, 1_000_000, 4_000_000  # bytes, lines and values of metrics.jsonl
 LONGEST_ROW = 1 << 20  # bytes of a line
 DECODER = json.JSONDecoder()
 
