@@ -27,7 +27,7 @@ from faithful.config import settings
 from faithful.errors import Refused, SkippedAlone
 from faithful.evidence.batch import FirstBatch
 from faithful.evidence.communication import OneStep
-from faithful.evidence.evidence import Evidence
+from faithful.evidence.evidence import Evidence, refuse_other_launch
 from faithful.evidence.record import Record, described, now, of_arguments
 from faithful.launch import launcher, process, rank_sync
 from faithful.launch.machine import Memory
@@ -170,6 +170,8 @@ class Accelerator(accelerate.Accelerator):
                     whole_weights.saved_whole(self.models[-1], self.get_state_dict)
                 if at in converted and self.num_processes > 1:
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
+        if optimizers:
+            refuse_other_launch(self.strategy, self.distributed_type, self.num_processes)
         for optimizer in self._optimizers:
             for model in self.models:
                 note = self.note if self.strategy.model_keeps_run else self.record.note

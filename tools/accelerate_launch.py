@@ -40,8 +40,8 @@ from faithful.errors import Refused  # noqa: E402
 from faithful.launch import printing  # noqa: E402
 
 OWN_CODES = (1, 2, 130, 143)  # a worker with one of these has printed its error: launch/process.py
-# What torch's launcher logs when workers end. Each worker prints its own error.
-LOGGED = ("failed (exitcode", "Sending process", "Received %s death signal", "Got termination signal")
+# What torch's launchers log when workers end, which print their own errors, or when one that they met is gone.
+LOGGED = ("failed (exitcode", "Sending process", "Received %s death signal", "Got termination signal", "The node '")
 
 
 def hand_on(number: int, frame: FrameType | None) -> None:
@@ -88,8 +88,8 @@ def elastic(launches: Callable[[Namespace], None]) -> Callable[[Namespace], None
 
 def run() -> tuple[int, str]:
     """Runs Accelerate's launcher with this process's command line. Returns (the exit code, how a worker ended)."""
-    for name in ("multiprocessing", "agent.server"):
-        logger = logging.getLogger(f"torch.distributed.elastic.{name}.api")
+    for name in ("multiprocessing.api", "agent.server.api", "rendezvous.dynamic_rendezvous"):
+        logger = logging.getLogger(f"torch.distributed.elastic.{name}")
         logger.addFilter(lambda record: not str(record.msg).startswith(LOGGED))
     for name in ("multi_gpu_launcher", "deepspeed_launcher"):
         setattr(launch, name, elastic(getattr(launch, name)))

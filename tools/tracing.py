@@ -215,7 +215,7 @@ class Traced(accelerate.Accelerator):
     ) -> torch.Tensor | None:
         fp8 = self.trace.backend
         if isinstance(fp8, GradientsElsewhere):
-            return fp8.clip_grad_norm_(self, list(parameters), max_norm, 2)
+            return fp8.clip_grad_norm_(list(parameters), max_norm)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def before_step(self, *_: object) -> None:

@@ -6,14 +6,14 @@ from typing import Any, TypeGuard
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import PartialState
 from torch import nn
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_fp8, refuse_unknown
 from faithful.errors import Refused
 from faithful.evidence.batch import FirstBatch
-from faithful.evidence.evidence import Evidence, Layers, refuse_other_launch
+from faithful.evidence.evidence import Evidence, Layers
 from faithful.models import dtypes
 from faithful.models.blocks import compile_blocks
 from faithful.models.live import Live
@@ -55,7 +55,6 @@ class PreparedModel:
             engine = strategy.after_prepare(self.model, optimizer)
             self.layers.skipped += backend.after_prepare(self.model, optimizer, prepared)
             self.parameters = set(map(id, self.model.parameters()))
-            refuse_other_launch(strategy, AcceleratorState().distributed_type, PartialState().num_processes)
             self.evidence = Evidence(strategy, backend, self.model, self.optimizers, self.layers)
             self.live = Live(strategy, self.model, note)
         return engine

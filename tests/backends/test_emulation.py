@@ -128,7 +128,7 @@ def test_without_amp8_it_says_what_to_copy(monkeypatch):
     monkeypatch.setitem(sys.modules, "amp8", None)
     monkeypatch.delitem(sys.modules, "faithful.backends.emulation")
     with pytest.raises(Refused, match="needs the folder amp8/ beside faithful/"):
-        get_backend(SimpleNamespace(implementation="emulated"))
+        get_backend(SimpleNamespace(implementation="emulated", backend="ao"))
 
 
 # What is computed

@@ -10,11 +10,11 @@ from conftest import ROOT
 ROOMS = ("strategies", "backends", "models", "amp8")
 EVERY = """strategies strategies.base strategies.guard backends backends.base backends.linear backends.cpu_matmul
            models models.blocks models.dtypes models.layers models.live"""
-TORCH, SHARDS = "backends.high_precision", "models.averages models.shards models.batch_norm"
+TORCH, SHARDS = "backends.high_precision", "models.averages models.shards models.batch_norm models.meta_init"
 LOADED = {  # beside those; of amp8 only that it is loaded at all
     "single_fp32": f"strategies.replicated {TORCH}",
     "zero2_bf16": f"""strategies.deepspeed strategies.deepspeed.zero strategies.deepspeed.engine {TORCH}
-                      strategies.deepspeed.seen strategies.deepspeed.dummies models.batch_norm""",
+                      strategies.deepspeed.seen strategies.deepspeed.dummies models.batch_norm models.meta_init""",
     "ddp_bf16": f"strategies.replicated {TORCH}",
     "fsdp_bf16": f"strategies.fsdp strategies.gathered {TORCH} {SHARDS}",
     "single_fp8": "strategies.replicated backends.emulation amp8",
