@@ -168,6 +168,8 @@ def partition(model: nn.Module, dtype: torch.dtype, settings: dict[str, Any], de
     send_buffers(model, device)
     said = {key: value for key, value in settings.items() if value != "auto"}
     init = Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": said}, dtype=dtype)
+    if init.mem_efficient_linear:  # as when the engine partitions: it adds the bias to a rounded product
+        init._enable_mem_efficient_linear()
     for parameter in model.parameters():
         if parameter.is_meta:
             empty = torch.empty(parameter.shape, dtype=dtype, device=device)
