@@ -74,8 +74,8 @@ def end_of(returncode: int, who: str) -> tuple[int, str]:
     return code, how
 
 
-def elastic(launches: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
-    """A launcher of several processes, by ours of torch's."""
+def with_our_agent(launches: Callable[[Namespace], None]) -> Callable[[Namespace], None]:
+    """One of Accelerate's launchers of several processes, which starts them by tools/elastic.py."""
 
     def launched(args: Namespace) -> None:
         from tools import elastic  # imports much of torch, which one process does not need
@@ -92,7 +92,7 @@ def run() -> tuple[int, str]:
         logger = logging.getLogger(f"torch.distributed.elastic.{name}")
         logger.addFilter(lambda record: not str(record.msg).startswith(LOGGED))
     for name in ("multi_gpu_launcher", "deepspeed_launcher"):
-        setattr(launch, name, elastic(getattr(launch, name)))
+        setattr(launch, name, with_our_agent(getattr(launch, name)))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hand_on)
     try:

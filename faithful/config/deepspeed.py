@@ -123,7 +123,7 @@ def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
     if deepspeed.trains_level and (asks := of_the_engine(deepspeed)):
         yield (
             f"{', '.join(asks)}: only DeepSpeed's engine does it, and MS-AMP's {deepspeed.trains_level} runs as "
-            f"{deepspeed.runs_as}: leave it out, and clip in the script"
+            f"{deepspeed.runs_as}: leave it out{', and clip in the script' if deepspeed.clip else ''}"
         )
     if deepspeed.offload and deepspeed.stage == 1:
         yield "zero1 does not offload: use zero3_bf16_offload"

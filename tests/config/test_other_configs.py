@@ -17,7 +17,7 @@ from accelerate.commands.config import config_args
 from accelerate.commands.config.default import write_basic_config
 from accelerate.utils import set_seed
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, free_port, launched, metrics, record
+from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launched, metrics, record
 from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
 
 from faithful import __main__ as door
@@ -403,6 +403,7 @@ def test_a_level_under_zero_trains_as_the_strategy_that_the_note_names(tmp_path,
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
     losses, made, said = forked(written(tmp_path, level(name, zero_stage=stage)), tmp_path / "run")
     expected, other, _ = forked(CONFIGS / f"{config}.yml", tmp_path / "expected")
+    assert distance(tmp_path / "run", tmp_path / "expected") == 0
     assert losses == expected and f"note: zero_stage {stage} with MS-AMP's {name.lower()} runs as" in said
     assert made["evidence"] == other["evidence"] and made["plan"]["strategy"] == other["plan"]["strategy"]
 

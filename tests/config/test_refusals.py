@@ -221,8 +221,8 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("wizard_zero3", {"deepspeed_config": {"zero_stage": 0, "gradient_clipping": 1.0}}, ANYWHERE, "zero_stage 0 runs as DDP, which has no"),
     ("zero2_bf16", {"deepspeed_config": {"offload_optimizer_device": "nvme"}}, ANYWHERE, "offloading to nvme"),
     ("zero1_bf16", {"deepspeed_config": {"offload_optimizer_device": "cpu"}}, ANYWHERE, "zero1 does not offload"),
-    ("zero2_bf16", O3 | {"deepspeed_config": {"gradient_clipping": 1.0}}, ANYWHERE, "gradient_clipping: only DeepSpeed's engine does it, and MS-AMP's o3 runs as ddp"),
-    ("zero3_bf16_offload", O3, ANYWHERE, "offloading: only DeepSpeed's engine does it, and MS-AMP's o3 runs as fsdp"),
+    ("zero2_bf16", O3 | {"deepspeed_config": {"gradient_clipping": 1.0}}, ANYWHERE, "gradient_clipping: only DeepSpeed's engine does it, and MS-AMP's o3 runs as ddp: leave it out, and clip in the script"),
+    ("zero3_bf16_offload", O3, ANYWHERE, "offloading: only DeepSpeed's engine does it, and MS-AMP's o3 runs as fsdp: leave it out"),
     # FP8
     ("single_fp8_te", {"fp8_config": {"format": "E5M2"}}, ANYWHERE, "format E5M2 is not one of HYBRID, E4M3"),
     ("single_fp8_te", {"fp8_config": {"amax_compute_algo": "mean"}}, ANYWHERE, "amax_compute_algo mean is not one of max, most_recent"),

@@ -78,6 +78,10 @@ class Machines:
                 [*line], cwd=ROOT, env=os.environ | ours | env, stdout=log, stderr=log
             )
 
+    def launch_both(self, config, run, steps):
+        for rank in (0, 1):
+            self.launch(rank, config, "--output_dir", str(run), *steps)
+
     def kill(self, rank):
         """Kills the launcher and its workers at once, like a power cut."""
         try:
@@ -121,8 +125,7 @@ def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tm
     steps = ("--max_steps", "80", *OPTIONS)
     one = train(config, tmp_path / "one", *steps)
     run = tmp_path / "run"
-    for rank in (0, 1):
-        machines.launch(rank, config, "--output_dir", str(run), *steps)
+    machines.launch_both(config, run, steps)
     until_step(run, 25)
     machines.kill(1)
     machines.launch(1, config, "--output_dir", str(run), *steps)
@@ -145,14 +148,12 @@ def test_where_the_machine_of_the_rendezvous_is_killed_all_end_and_go_on_when_th
     steps = ("--max_steps", "80", *OPTIONS)
     one = train("ddp_fp32", tmp_path / "one", *steps)
     run = tmp_path / "run"
-    for rank in (0, 1):
-        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
+    machines.launch_both("ddp_fp32", run, steps)
     until_step(run, 25)
     machines.kill(0)
     assert machines.running[1].wait(90) == 1
     assert machines.log(1).count("or have lost each other") == 1 and "Traceback" not in machines.log(1)
-    for rank in (0, 1):
-        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
+    machines.launch_both("ddp_fp32", run, steps)
     assert machines.wait() == [0, 0], machines.log(0)[-3000:]
     assert metrics(run) == metrics(one) and distance(run, one) == 0
 
@@ -263,8 +264,7 @@ def test_a_link_that_is_down_for_20_seconds_is_waited_for(machines, tmp_path):
     steps = ("--max_steps", "200", *OPTIONS)
     one = train("ddp_fp32", tmp_path / "one", *steps)
     run = tmp_path / "run"
-    for rank in (0, 1):
-        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
+    machines.launch_both("ddp_fp32", run, steps)
     until_step(run, 15)
     machines.cable("down")
     time.sleep(1)
@@ -285,8 +285,7 @@ def test_a_link_that_stays_cut_ends_both_machines_in_bounded_time(machines, tmp_
     steps = ("--max_steps", "200", *OPTIONS)
     one = train("ddp_fp32", tmp_path / "one", *steps)
     run = tmp_path / "run"
-    for rank in (0, 1):
-        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
+    machines.launch_both("ddp_fp32", run, steps)
     until_step(run, 25)
     machines.cable("down")
     codes = machines.wait(90)
@@ -299,8 +298,7 @@ def test_a_link_that_stays_cut_ends_both_machines_in_bounded_time(machines, tmp_
     folders = checkpoints.list_checkpoints(run)
     assert len(folders) == 2 and not any(map(checkpoints.unsound, folders)) and not list(run.glob("*.tmp"))
     machines.cable("up")
-    for rank in (0, 1):
-        machines.launch(rank, "ddp_fp32", "--output_dir", str(run), *steps)
+    machines.launch_both("ddp_fp32", run, steps)
     assert machines.wait() == [0, 0], machines.log(0)[-3000:]
     assert metrics(run) == metrics(one) and distance(run, one) == 0
 
