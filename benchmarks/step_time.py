@@ -21,7 +21,7 @@ from harness import ROOT, arguments, save
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tools import step_time
+from tools import costs, step_time
 from tools.estimate import read_config
 from tools.fake import without_reading
 from tools.work import Count, Linear, Work
@@ -156,11 +156,11 @@ def of_layer(config, shape, card, compiled=True, input_grad=True):
     """Seconds of one Linear layer (M, K, N) alone, forward and backward, whose weight is in bf16."""
     settings = settings_of(config, compiled, 1)
     settings = replace(settings, strategy="fsdp")  # whose layers find their weights in bf16
-    cost = settings.fp8.rules.linear_cost(settings)
+    cost = costs.backend_of(settings).linear_cost(settings)
     linear = Linear("layer", *shape, input_grad=input_grad)
     plain = step_time.high_precision(settings)
     fp8 = ["layer"] if settings.backend else []
-    step = step_time.Step(Work([linear]), cost, plain.fp8.rules.linear_cost(plain), fp8, compiled=compiled)
+    step = step_time.Step(Work([linear]), cost, costs.backend_of(plain).linear_cost(plain), fp8, compiled=compiled)
     parts = step_time.seconds(step, card)
     return parts["total"] - parts["waits"]  # a benchmark repeats it, so that the host is ahead
 
@@ -202,7 +202,7 @@ def only_linear_layers():
     eager, compiled = (time_of("fsdp_bf16", figures, TITANS, c) for c in (False, True))
     whole = time_of("fsdp_fp8", figures, TITANS, True)
     layer = settings_of("fsdp_fp8", True, 8)
-    alone = asdict(layer.fp8.rules.linear_cost(layer))
+    alone = asdict(costs.backend_of(layer).linear_cost(layer))
     alone |= {"input": alone["input"] + 2, "shares_casts": False}  # reads its input once more, for the amax
     layers = time_of("fsdp_fp8", figures, TITANS, False, **alone)
     name, say = "Llama 8B, 4,096 tokens", "cards and gather in FP8 as torchtitan's; eight cards, as its table says"

@@ -110,7 +110,7 @@ def resolved(precision: str | None, process: int) -> Plan:
 
 def made_of(settings: Settings, here: Machine, config: str | None, notes: list[str]) -> Plan:
     """The Plan of settings that have no problem on the machine `here`."""
-    fsdp, backend, rehearsal = settings.fsdp, settings.fp8.rules, not here.devices
+    fsdp, backend, rehearsal = settings.fsdp, fp8.rules_of(settings.fp8), not here.devices
     emulated = rehearsal and backend.in_software(settings.rules, settings.level)
     return Plan(
         config=config,

@@ -30,11 +30,12 @@ from typing import Any, TypedDict
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from faithful.config import rules  # noqa: E402
+from faithful.config.fp8 import rules_of  # noqa: E402
 from faithful.config.settings import Settings  # noqa: E402
 from faithful.disk import readers  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli, find, records, report  # noqa: E402
+from tools import cli, costs, find, records, report  # noqa: E402
 from tools.estimate import estimates, memory_of, read_config, recipe_of  # noqa: E402
 
 SPARE = 1.25  # an estimate is within 25% of the peak
@@ -59,9 +60,9 @@ def bytes_sent(settings: Settings, parameters: float) -> float | None:
     rules with the counts in results/strategies.json."""
     if settings.num_processes == 1:
         return 0
-    if not settings.fp8.rules.sends_ordinary_gradients:
+    if not costs.backend_of(settings).sends_ordinary_gradients:
         return None
-    return settings.rules.bytes_sent(settings, parameters)
+    return costs.strategy_of(settings).bytes_sent(settings, parameters)
 
 
 def known_loss(comparison: dict[str, Any] | None, name: str) -> tuple[str | None, str]:
@@ -97,14 +98,14 @@ def rank(config: Candidate) -> tuple[int, *tuple[float, ...]]:
     if loss == "higher":
         return (7, config["total"])
     if fp8:
-        slow = bool(list(settings.fp8.rules.slower(settings)))
+        slow = bool(list(rules_of(settings.fp8).slower(settings)))
         return (4 if fine else 6, slow, config["total"])
     group = 5 if settings.offload else 3 if settings.ckpt else 2
     precision = HIGH.index(settings.precision)
     return (
         group,
         settings.compile,
-        settings.rules.rank - settings.noreshard,  # without resharding, fsdp is between ddp and fsdp
+        costs.strategy_of(settings).rank - settings.noreshard,  # without resharding, fsdp is between ddp and fsdp
         precision,
     )  # compiled: same loss, unknown speed
 

@@ -12,16 +12,21 @@ problem only if you named the config.
 """
 
 import argparse
+import functools
 import os
+import shutil
+import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from faithful.config import config_file, fp8, rules, schema  # noqa: E402
+from faithful.config import config_file, fp8, keys, rules  # noqa: E402
 from faithful.config.fsdp import FSDP  # noqa: E402
 from faithful.config.settings import TAILS, Settings, read_env, to_env  # noqa: E402
+from faithful.disk.documents import Unreadable, text_of  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from tools import cli, find  # noqa: E402
 
@@ -46,11 +51,77 @@ def check(
     if not rules.problems(wanted, machine.without_accelerator()):
         unsound = []  # what no GPU runs may be for a rehearsal
     not_here = [line for line in rules.problems(wanted, here) if line not in unsound]
-    not_here += rules.problems_of_machines(mapping, os.environ)
+    not_here += problems_of_machines(mapping, os.environ)
     notes = [*config_file.file_notes(mapping), *rules.notes(wanted, here)]
     if not lines and mapping.get("mixed_precision") is None and wanted.precision == "fp32":
         notes.append("the file says no precision: it is the script's, and fp32 if the script says none either")
     return lines + unsound, not_here, notes, wanted
+
+
+def problems_of_machines(config: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
+    """Problems of a launch on one or several machines: ranks, rendezvous, port, hostfile. config: the file's mapping,
+    updated with the command line's options. env: the launcher's environment."""
+    machines, processes = config.get("num_machines") or 1, config.get("num_processes") or 1
+    rank, port, lines = config.get("machine_rank") or 0, config.get("main_process_port"), []
+    if config.get("mpirun_config") and not (shutil.which("mpirun") or shutil.which("mpiexec")):
+        lines.append("mpirun_config needs mpirun, which is not installed: install Open MPI, or set MULTI_GPU")
+    elastic = config.get("rdzv_backend") == "c10d" and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    if config.get("max_restarts") and not elastic:
+        lines.append(rules.IN_VAIN)
+    if port and rank == 0 and rules.port_in_use(port):
+        lines.append(f"port {port} of this machine is in use: choose another --main_process_port")
+    if machines == 1:
+        return lines
+    if processes % machines:
+        lines.append(
+            f"{processes} processes cannot be divided over {machines} machines: --num_processes counts those of all "
+            f"machines, so it is a multiple of {machines}"
+        )
+    if not 0 <= rank < machines:
+        lines.append(f"machine_rank {rank} is not one of 0 to {machines - 1}: give each machine its own")
+    address = str(config.get("main_process_ip") or "")
+    if not address:
+        lines.append("several machines need --main_process_ip: pass the address of machine 0 on each of them")
+    elif address == "localhost" or address.startswith("127."):
+        lines.append(f"main_process_ip {address} means each machine itself: give the address of machine 0")
+    elif not resolves(address):
+        lines.append(
+            f"main_process_ip {address} is not an address, or a name that this machine can resolve: give the address "
+            "of machine 0"
+        )
+    if config.get("rdzv_backend") == "c10d" and not port:
+        lines.append("several machines need --main_process_port: pass the same free port of machine 0 on each of them")
+    if config.get("distributed_type") == "DEEPSPEED":
+        lines += problems_of_hostfile(config.get("deepspeed_config") or {}, processes)
+    return lines
+
+
+def problems_of_hostfile(section: Mapping[str, Any], processes: int) -> list[str]:
+    """Problems of DeepSpeed's own launchers (pdsh and others). `standard` is torchrun, as for the other strategies."""
+    launcher = section.get("deepspeed_multinode_launcher", "pdsh")
+    if launcher == "standard":
+        return []
+    path = section.get("deepspeed_hostfile")
+    advice = "set deepspeed_multinode_launcher: standard in deepspeed_config to launch on each machine, as elsewhere"
+    if not path:
+        return [f"deepspeed_multinode_launcher {launcher} needs a deepspeed_hostfile: {advice}"]
+    try:
+        rows = [line.split("#")[0].split() for line in text_of(str(path)).splitlines()]
+    except Unreadable as error:
+        return [f"deepspeed_hostfile {path} {error}: {advice}"]
+    slots = [words[1].partition("slots=")[2] if len(words) == 2 else "" for words in rows if words]
+    if not slots or not all(map(keys.digits, slots)):
+        return [f"deepspeed_hostfile {path}: every line is `name slots=4`"]
+    if sum(map(int, slots)) < processes:
+        return [f"deepspeed_hostfile {path} has {sum(map(int, slots))} slots for {processes} processes"]
+    return []
+
+
+def resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):  # a name may hold no empty or long part
+        return False
 
 
 def description(wanted: Settings, rehearsal: bool = False) -> str:
@@ -90,16 +161,24 @@ def threads(wanted: Settings, here: machine.Machine) -> int:
     return 1 if "OMP_NUM_THREADS" in os.environ else share
 
 
+def whole_number(name: str, text: str) -> int:
+    """The value of an option, for argparse: a number in the range of the key with its name."""
+    key = keys.ROWS.get(name) or keys.Key(name, "int", least=0, most=keys.MANY)
+    if said := keys.wrong(key, text):
+        raise argparse.ArgumentTypeError(said)
+    return int(text)
+
+
 def main(argv: list[str]) -> int:
     parser = cli.parser("check", __doc__)
     if argv[:1] == ["--quiet"]:  # ./launch.sh asks before a launch
         parser.prog = "accelerate launch"
     parser.add_argument("configs", nargs="*", help="names or paths; default: all of accelerate_configs/")
     for name in OPTIONS:
-        kind = str if name in ("main_process_ip", "rdzv_backend") else schema.option(name)
+        kind = str if name in ("main_process_ip", "rdzv_backend") else functools.partial(whole_number, name)
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="as accelerate launch's")
     parser.add_argument("-q", "--quiet", action="store_true", help="print problems, and options that the file lacks")
-    for option, takes_value in schema.launch_options().items():  # whose values the launcher itself checks
+    for option, takes_value in find.launch_options().items():  # whose values the launcher itself checks
         name = option.lstrip("-")
         if name not in (*OPTIONS, "q", "quiet", "help", "h", "config_file"):
             words = {option, f"--{name.replace('_', '-')}"} if option.startswith("--") else {option}

@@ -50,9 +50,8 @@ sys.path.insert(0, str(ROOT))
 import faithful  # noqa: E402
 from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import Settings, read_env, to_env  # noqa: E402
-from faithful.config.strategies import WholeModel, computed  # noqa: E402
 from shared.args import Refused, short  # noqa: E402
-from tools import cli, find, host, progress  # noqa: E402
+from tools import cli, costs, find, host, progress  # noqa: E402
 
 if TYPE_CHECKING:
     from tools.tracing import Script
@@ -86,12 +85,12 @@ def tracing_keys(settings: Settings) -> tuple[Key, Key]:
 
     Neither the strategy nor whether 16 bits are fp16 or bf16 makes another one, but sharded parameters are gathered in
     the dtype they compute in, and a model that is split must be one that can be."""
-    rules, backend = settings.rules, settings.fp8.rules
-    cast = rules.divides_state and settings.precision != "fp32"
+    strategy, backend = costs.strategy_of(settings), costs.backend_of(settings)
+    cast = strategy.divides_state and settings.precision != "fp32"
     as_bf16 = cast and not backend.autocasts  # FP8 layers too
     high = {"fp16": "bf16", "fp8": "bf16"}.get(settings.precision, settings.precision)
     by_cast = {"precision": high, "dtype": "bfloat16" if cast else None}
-    plain = by_cast | {"split": settings.shards if rules.splits_layers else 1}
+    plain = by_cast | {"split": settings.shards if strategy.splits_layers else 1}
     if settings.backend and not as_bf16:
         plain |= {
             "precision": settings.precision,
@@ -129,7 +128,7 @@ def tracings_of(
         if isinstance(tracing, Refused):
             raise tracing
         pair.append(tracing)
-    if pair[0]["frozen"] and settings.rules.one_model:
+    if pair[0]["frozen"] and costs.strategy_of(settings).one_model:
         raise Refused(f"{settings.strategy} trains one model, the script prepares several")
     return pair
 
@@ -138,15 +137,15 @@ def estimate(
     settings: Settings, plain: dict[str, Any], checkpointed: dict[str, Any], cpu: bool, accumulates: bool = False
 ) -> dict[str, Any]:
     """Bytes per process by class. accumulates: over micro-batches."""
-    rules = settings.rules
+    strategy = costs.strategy_of(settings)
     model = whole_model(settings, plain)
-    memory = rules.memory(model, settings, accumulates)
-    settings.fp8.rules.adjust_memory(memory, model, settings)
+    memory = strategy.memory(model, settings, accumulates)
+    costs.backend_of(settings).adjust_memory(memory, model, settings)
     state, on_host = memory.weights + memory.master + memory.optimizer, 0.0
     if settings.offload and not cpu:
         on_host = memory.gradients + memory.master + memory.optimizer
         memory.gradients = memory.master = memory.optimizer = 0
-        if rules.offloads_weights(settings):
+        if strategy.offloads_weights(settings):
             on_host, memory.weights = on_host + memory.weights, 0
 
     activations = checkpointed if settings.ckpt else plain
@@ -167,7 +166,7 @@ def estimate(
     held = state + sizes["runtime"] if cpu else on_host
     in_training = (training if cpu else round(on_host)) if cpu or on_host else None
     phases = {}
-    if rules.divides_state and settings.shards > 1:
+    if strategy.divides_state and settings.shards > 1:
         phases = host.phases(settings, state, held, sizes["runtime"], plain, max(model.blocks), in_training)
     return sizes | {
         "phases": phases,
@@ -177,15 +176,15 @@ def estimate(
     }
 
 
-def whole_model(settings: Settings, plain: dict[str, Any]) -> WholeModel:
+def whole_model(settings: Settings, plain: dict[str, Any]) -> costs.WholeModel:
     """What one process would hold of a traced model. A strategy may keep weights and state in fp32 that were traced in
     bf16, those outside a level."""
-    in_fp32 = 2 if settings.rules.keeps_fp32 else 1
+    in_fp32 = 2 if costs.strategy_of(settings).keeps_fp32 else 1
     gradients, elements = plain["gradients"], plain["parameters"]
-    return WholeModel(
+    return costs.WholeModel(
         elements=elements,
         blocks=plain["blocks"] or [elements],  # a model without repeated blocks is gathered as one
-        compute=computed(settings),
+        compute=costs.computed(settings),
         weights=plain["weights"] + plain["bf16_weights"] * (in_fp32 - 1),
         frozen=plain["frozen"],
         gradients=gradients["ordinary"] + gradients["bf16"] * (in_fp32 - 1),

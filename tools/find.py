@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import importlib.util
 import os
 import re
 import sys
@@ -124,10 +125,23 @@ def with_file(file: str | Path, words: list[str]) -> list[str]:
     return [*args.words_of(named, args.parser_of(arguments_of(file), Quiet)), *words] if named else words
 
 
+def launch_options() -> dict[str, bool]:
+    """{option of `accelerate launch`, with underscores: whether the next word is its value}. The launcher takes
+    hyphens, too. They are read from its source, without importing it."""
+    # pyrefly: ignore[missing-attribute]
+    folder = Path(importlib.util.find_spec("accelerate").submodule_search_locations[0])
+    found = {}
+    for call in ast.walk(ast.parse((folder / "commands/launch.py").read_text())):
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", None) == "add_argument":
+            action = next((ast.literal_eval(word.value) for word in call.keywords if word.arg == "action"), "store")
+            names = [word.value for word in call.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+            takes_value = not action.startswith(("store_", "help"))
+            found |= dict.fromkeys([name for name in names if name.startswith("-")], takes_value)
+    return found
+
+
 def flags() -> set[str]:
     """The options of `accelerate launch` without a value: the word after one is the next option, or the recipe."""
-    from faithful.config.schema import launch_options
-
     single = [option for option, takes_value in launch_options().items() if not takes_value]
     return {*single, *(f"--{option[2:].replace('_', '-')}" for option in single if option.startswith("--"))}
 
@@ -135,8 +149,6 @@ def flags() -> set[str]:
 def options_after(words: list[str]) -> set[str]:
     """The options that may follow these words: of a recipe that they name, else of the command, else of accelerate
     launch."""
-    from faithful.config.schema import launch_options
-
     command, *rest = words[words[0] == "launch" :] or [""]
     file = ROOT / "tools" / f"{'copy_recipe' if command == 'copy' else command}.py"
     named = [word for word in rest if word in names("recipe")] or ["vit"] * (command == "demo")

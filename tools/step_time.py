@@ -5,10 +5,10 @@ the (M, K, N) of each Linear layer, other products, attention, and the bytes of 
 
   a product       2 M K N / the card's rate, and half of the time that its result takes to be written, which nothing
                   hides; less than one wave of tiles leaves multiprocessors idle
-  casts           bytes that `linear_cost` in faithful/config/fp8.py counts, by the memory's bandwidth
+  casts           bytes that `linear_cost` in costs.py counts, by the memory's bandwidth
   the rest        its bytes by the memory's bandwidth; attention by a rate of its own
   optimizer       weights, masters and moments read and written, gradients read
-  communication   bytes that faithful/config counts, by the link's bandwidth, but what computation hides
+  communication   bytes that costs.py counts, by the link's bandwidth, but what computation hides
   the host        launches of kernels: forward and backward take the longer of host and card. Then the loss is read, and
                   the card waits until the update is prepared
 
@@ -24,11 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from faithful.config.fp8 import FP8, LinearCost
+from faithful.config.fp8 import rules_of
 from faithful.config.settings import Settings
+from faithful.config.strategies import FP8
 from faithful.launch.machine import PACKAGES, Machine
 from shared.args import Refused
-from tools import cli, estimate, progress
+from tools import cli, costs, estimate, progress
 from tools.work import Linear, Work
 
 
@@ -78,8 +79,8 @@ class Step:
     """One optimizer step of one process."""
 
     work: Work
-    cost: LinearCost  # of the layers in FP8
-    plain: LinearCost  # of the others
+    cost: costs.LinearCost  # of the layers in FP8
+    plain: costs.LinearCost  # of the others
     fp8: Collection[str] = ()  # the Linear layers' names
     rate: str = "bf16"  # of the other products
     compiled: bool = False
@@ -208,22 +209,22 @@ def step_of(settings: Settings, tracings: Mapping[estimate.Key, Any], accumulate
             raise tracing
     work: Work = counted["work"]
     model = estimate.whole_model(settings, held)
-    memory = settings.rules.memory(model, settings, accumulates)
-    settings.fp8.rules.adjust_memory(memory, model, settings)
+    memory = costs.strategy_of(settings).memory(model, settings, accumulates)
+    costs.backend_of(settings).adjust_memory(memory, model, settings)
     state = 2 * (memory.weights - model.frozen + memory.master + memory.optimizer) + memory.gradients
     fp8 = converted["fp8_linear"] if settings.precision == "fp8" else []
     inside = sum(
         {linear.name: linear.inputs * linear.outputs for linear in work.linears if linear.name in fp8}.values()
     )
-    sent = settings.fp8.rules.bytes_sent(settings, inside, model.elements - inside)
+    sent = costs.backend_of(settings).bytes_sent(settings, inside, model.elements - inside)
     if sent is None:
         raise Refused(f"{settings.strategy}: what it sends depends on the batch, no rule counts it")
     in_16_bit = counted["bf16_weights"] > counted["weights"] / 2  # as a script, or `prepare`, has left them
     work = replace(work, over_gradients=work.over_gradients * memory.gradients / counted["gradients"]["ordinary"])
     return Step(
         work=work,
-        cost=settings.fp8.rules.linear_cost(settings),
-        plain=LinearCost() if in_16_bit else FP8().rules.linear_cost(settings),
+        cost=costs.backend_of(settings).linear_cost(settings),
+        plain=costs.LinearCost() if in_16_bit else costs.BackendCost().linear_cost(settings),
         fp8=frozenset(fp8),
         rate="fp32" if settings.precision == "fp32" and not in_16_bit else "bf16",
         compiled=settings.compile,
@@ -231,7 +232,7 @@ def step_of(settings: Settings, tracings: Mapping[estimate.Key, Any], accumulate
         optimizer=state * (1 if counted["fused"] or settings.precision == "fp8" else UNFUSED_OPTIMIZER),
         tensors=held["tensors"],
         sent=sent,
-        hidden_behind=settings.rules.hidden_behind,
+        hidden_behind=costs.strategy_of(settings).hidden_behind,
     )
 
 
@@ -246,7 +247,7 @@ def problem(settings: Settings, card: Card) -> str | None:
     if settings.num_processes > PER_MACHINE:
         return f"{settings.num_processes} processes are several machines, whose network nobody here knows"
     machine = Machine("cuda", 1, card.name, card.capability, "13.0", PACKAGES)
-    return next(settings.fp8.rules.problems(settings, machine), None)
+    return next(rules_of(settings.fp8).problems(settings, machine), None)
 
 
 def times(

@@ -30,8 +30,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import faithful
 from faithful import arguments, backends
 from faithful.backends.linear import refuse_unknown
-from faithful.config.fp8 import FP8
-from faithful.config.strategies import STRATEGIES
+from faithful.config.fp8 import rules_of
+from faithful.config.strategies import FP8, STRATEGIES
 from faithful.models import batch_norm
 from faithful.models.blocks import block_names, name_blocks
 from faithful.models.layers import FP8Layers, linear_names
@@ -294,7 +294,7 @@ def trace(
 ) -> dict[str, Any]:
     """Runs the first steps of a recipe on fake tensors in one process and returns what they hold, in bytes. options: of
     Trace."""
-    rules = FP8(backend).rules
+    rules = rules_of(FP8(backend))
     plan = Plan(
         config=None,
         strategy="single",

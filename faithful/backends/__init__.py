@@ -1,7 +1,7 @@
 """The backends: what computes a model's matrix products. `base.py` documents each method.
 
 A new backend is a subclass of Backend in a file of its own, which is imported when a plan names it, and one line of
-this table. What it accepts and costs, which is asked before torch is imported, is a class in config/fp8.py.
+this table. What it accepts, which is asked before torch is imported, is a class in config/fp8.py.
 """
 
 import contextlib

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from faithful.config import fp8, schema
+from faithful.config import fp8, keys
 from faithful.config.deepspeed import OF_THE_FILE
-from faithful.config.schema import on
+from faithful.config.keys import on
 from faithful.config.settings import PRECISIONS, TAILS, read_env, to_env
 from faithful.config.strategies import STRATEGIES
 from faithful.disk import documents
@@ -59,10 +59,10 @@ def read(path: Path) -> tuple[list[str], dict[str, Any] | None]:
         config["mixed_precision"] = "fp16"
     if "dynamo_backend" in config:
         config["dynamo_config"] = {"dynamo_backend": config.pop("dynamo_backend")}
-    lines = list(schema.problems(config))
-    for key, kind in schema.all_keys()[""].items():
-        if kind == "int" and isinstance(config.get(key), str) and config[key].isdecimal():
-            config[key] = int(config[key])
+    lines = list(keys.problems(config))
+    for key in keys.TABLE[""]:
+        if key.kind == "int" and isinstance(config.get(key.name), str) and config[key.name].isdecimal():
+            config[key.name] = int(config[key.name])
     return lines, config
 
 
@@ -95,9 +95,9 @@ def file_problems(path: Path) -> tuple[list[str], dict[str, Any] | None]:
     elif kind in DDP and (config.get("num_machines") or 1) == 1 and one_device(config.get("gpu_ids")):
         lines.append(f"gpu_ids '{config['gpu_ids']}' is one device, which Accelerate refuses under {kind}: write all")
     config = {
-        key: value if key not in schema.SECTIONS or isinstance(value, dict) else {} for key, value in config.items()
+        key: value if key not in keys.SECTIONS or isinstance(value, dict) else {} for key, value in config.items()
     }
-    section = {schema.full("fsdp_config", key): value for key, value in (config.get("fsdp_config") or {}).items()}
+    section = {keys.full("fsdp_config", key): value for key, value in (config.get("fsdp_config") or {}).items()}
     loads, sends = (on(section.get(f"fsdp_{key}", True)) for key in ("cpu_ram_efficient_loading", "sync_module_states"))
     if kind == "FSDP" and loads and not sends:
         lines.append(
@@ -123,7 +123,7 @@ def one_device(ids: object) -> bool:
 
 def problems_of_fp8(section: Mapping[str, Any]) -> Iterator[str]:
     """Problems of fp8_config that the launcher's environment does not show."""
-    section = {schema.full("fp8_config", key): value for key, value in section.items()}
+    section = {keys.full("fp8_config", key): value for key, value in section.items()}
     override = section.get("fp8_override_linear_precision") or [False] * 3
     three = isinstance(override, list) and [type(each) for each in override] == [bool] * 3
     if not (three or isinstance(override, str)):
@@ -150,7 +150,7 @@ def said_in_vain(section: Mapping[str, Any]) -> dict[str, tuple[Any, str, Any]]:
         ("fp8_amax_history_length", "fp8_amax_history_len"),
         ("fp8_amax_compute_algorithm", "fp8_amax_compute_algo"),
     ):
-        effective = section.get(key, fp8.DEFAULTS[key])
+        effective = section.get(key, keys.ROWS[key].default)
         if str(section.get(old, effective)) != str(effective):
             differing[old] = section[old], key, effective
     return differing
@@ -162,7 +162,7 @@ def keys_of_another_backend(section: Mapping[str, Any]) -> Iterator[str]:
     backends = {fp8.key_of(name): rules for name, rules in fp8.BACKENDS.items()}
     said = section.get("backend", next(iter(backends)))
     reads = backends[said].reads(section) if said in backends else section
-    known = [key.removeprefix("fp8_") for key in schema.all_keys()["fp8_config"]]
+    known = [key.name.removeprefix("fp8_") for key in keys.TABLE["fp8_config"] if key.reader]
     which = f"{said} with recipe {section['recipe']}" if section.get("recipe") else said
     for key in section:
         if key in known and key not in reads:
@@ -182,12 +182,13 @@ def file_notes(config: Mapping[str, Any]) -> Iterator[str]:
     backend = (config.get("dynamo_config") or {}).get("dynamo_backend", "no")
     if kind == "DEEPSPEED" and str(backend).lower() not in ("no", "false"):
         yield "dynamo_config is not read under distributed_type DEEPSPEED: nothing is compiled"
-    for section, names in schema.UNREAD.items():
-        held = {schema.full(section, key): value for key, value in (config.get(section) or {}).items()}
-        for key in config.get(section) or ():
-            said, _, effective = said_in_vain(held).get(schema.full(section, key), (None, None, None))
+    for section in [name for name in keys.TABLE if name in config]:
+        held = {keys.full(section, key): value for key, value in (config[section] or {}).items()}
+        for key in config[section] or ():
+            name = keys.full(section, key)
+            said, _, effective = said_in_vain(held).get(name, (None, None, None))
             other = f" {said} is not read by Accelerate, which takes {effective}" if said else ""
-            if schema.full(section, key) in names:
+            if name in keys.ROWS and keys.ROWS[name].reader == keys.UNREAD:
                 yield f"{section} {key}{other or ' is not read by Accelerate'}"
 
 

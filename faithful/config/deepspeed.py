@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from faithful.config.schema import on, whole_number
+from faithful.config.keys import DEVICES, flag, on, text, whole
 from faithful.disk import documents
 from faithful.disk.names import short
 from faithful.errors import Refused
@@ -16,7 +16,6 @@ from faithful.errors import Refused
 # Sections that train another way than the script says, or split the model as nothing here counts.
 ELSEWHERE = ("tensor_parallel", "compression_training", "curriculum_learning", "data_efficiency", "hybrid_engine",
              "progressive_layer_drop", "sparse_attention", "pipeline", "amp")  # fmt: skip
-DEVICES = ("none", "cpu", "nvme")  # of offloaded states and parameters
 # Settings of deepspeed_config that Accelerate refuses beside a file, as they are the file's to say.
 OF_THE_FILE = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device",
                "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path",
@@ -73,37 +72,21 @@ class DeepSpeed:
 
 def parse(env: Mapping[str, str]) -> DeepSpeed:
     """What the launcher's variables ask for, or the file that they name."""
-
-    def get(key: str, default: str = "none") -> str:
-        return env.get(f"ACCELERATE_DEEPSPEED_{key}", default)
-
     if not on(env.get("ACCELERATE_USE_DEEPSPEED")):
         return DeepSpeed()
-    if file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        return of_file(file, init=on(get("ZERO3_INIT", "true")))
-    clip = env.get("ACCELERATE_GRADIENT_CLIPPING", "none").lower()
-    stage = whole_number(env, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)
+    init = flag(env, "zero3_init_flag", True)
+    if file := text(env, "deepspeed_config_file"):
+        return of_file(file, init)
+    stage = whole(env, "zero_stage", 2)
+    param_device = text(env, "offload_param_device", "none") if stage in (0, 3) else "none"  # else DeepSpeed ignores it
     return DeepSpeed(
         stage=stage,
-        optimizer_device=get("OFFLOAD_OPTIMIZER_DEVICE"),
-        param_device=get("OFFLOAD_PARAM_DEVICE") if stage in (0, 3) else "none",  # under 1 and 2 DeepSpeed ignores it
-        clip=None if clip == "none" else norm_of(clip),
-        save_16bit=stage == 3 and on(get("ZERO3_SAVE_16BIT_MODEL")),
-        init=stage == 3 and on(get("ZERO3_INIT", "true")),
+        optimizer_device=text(env, "offload_optimizer_device", "none"),
+        param_device=param_device,
+        clip=norm_of(text(env, "gradient_clipping").lower()),
+        save_16bit=stage == 3 and flag(env, "zero3_save_16bit_model"),
+        init=stage == 3 and init,
     )
-
-
-def environment(section: Mapping[str, object]) -> dict[str, str]:
-    """The variables that the launcher makes of a file's section."""
-    env = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(section.get("zero_stage", 2))}
-    for key in ("offload_optimizer_device", "offload_param_device", "zero3_init_flag", "zero3_save_16bit_model"):
-        if key in section:
-            env[f"ACCELERATE_DEEPSPEED_{key.removesuffix('_flag').upper()}"] = str(section[key]).lower()
-    if "deepspeed_config_file" in section:
-        env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(section["deepspeed_config_file"])
-    if "gradient_clipping" in section:
-        env["ACCELERATE_GRADIENT_CLIPPING"] = str(section["gradient_clipping"]).lower()
-    return env
 
 
 def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:

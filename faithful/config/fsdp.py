@@ -3,15 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from faithful.config.schema import FALSE, TRUE, digits, on, whole_number
+from faithful.config.keys import FALSE, TRUE, digits, flag, listed, on, text, whole
 
 SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # version 1's 1 to 5
 WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-DEFAULTS = {
-    "fsdp_version": 1, "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": False,
-    "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": True, "fsdp_min_num_params": 100_000_000,
-    "fsdp_sync_module_states": True, "fsdp_use_orig_params": True, "fsdp_forward_prefetch": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,49 +46,35 @@ class FSDP:
 
 def parse(env: Mapping[str, str]) -> FSDP:
     """What the launcher's variables ask for."""
-
-    def get(key: str, default: str = "") -> str:
-        value = env.get(f"FSDP_{key}", default)
-        return default if value.lower() == "none" else value
-
     if not on(env.get("ACCELERATE_USE_FSDP")):
         return FSDP()
-    version, sharding = get("VERSION", "1"), get("SHARDING_STRATEGY", "FULL_SHARD")
+    version, sharding = text(env, "fsdp_version", "1"), text(env, "fsdp_sharding_strategy", "FULL_SHARD")
     sharding = SHARDINGS[int(sharding) - 1] if sharding in ("1", "2", "3", "4", "5") else sharding.upper()
-    smallest = {"fsdp_min_num_params": get("MIN_NUM_PARAMS", "0")}
-    text, ram_efficient = get("RESHARD_AFTER_FORWARD"), on(get("CPU_RAM_EFFICIENT_LOADING", "false"))
+    reshard, ram_efficient = text(env, "fsdp_reshard_after_forward"), flag(env, "fsdp_cpu_ram_efficient_loading")
     if version == "1" and sharding == "FULL_SHARD":  # the default, and newer files say the strategy in the other key
-        sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(text.upper(), text.upper())
+        sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(reshard.upper(), reshard.upper())
     without_effect = {
-        "backward_prefetch": get("BACKWARD_PREFETCH", "NO_PREFETCH").upper() != "NO_PREFETCH",
-        "forward_prefetch": on(get("FORWARD_PREFETCH")),
-        "use_orig_params": not on(get("USE_ORIG_PARAMS", "true")),
-        "state_dict_type": get("STATE_DICT_TYPE") == "LOCAL_STATE_DICT",
+        "fsdp_backward_prefetch": text(env, "fsdp_backward_prefetch", "NO_PREFETCH").upper() != "NO_PREFETCH",
+        "fsdp_forward_prefetch": flag(env, "fsdp_forward_prefetch"),
+        "fsdp_use_orig_params": not flag(env, "fsdp_use_orig_params", True),
+        "fsdp_state_dict_type": text(env, "fsdp_state_dict_type") == "LOCAL_STATE_DICT",
     }
     return FSDP(
         version=int(version) if digits(version) else version,
         sharding=sharding,
-        reshard=on(text or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
-        reshard_text=text or "true",
-        wrap_policy=get("AUTO_WRAP_POLICY", "NO_WRAP").upper(),
-        min_num_params=whole_number(smallest, "fsdp_min_num_params", 0, float),
-        wrap_classes=[name.strip() for name in get("TRANSFORMER_CLS_TO_WRAP").split(",") if name.strip()],
-        ignored_modules=get("IGNORED_MODULES") or None,
-        offload=on(get("OFFLOAD_PARAMS")),
-        activation_checkpointing=on(get("ACTIVATION_CHECKPOINTING")),
-        checkpoints_on_host=on(get("ACTIVATION_CHECKPOINTING_OFFLOAD")),
+        reshard=on(reshard or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
+        reshard_text=reshard or "true",
+        wrap_policy=text(env, "fsdp_auto_wrap_policy", "NO_WRAP").upper(),
+        min_num_params=whole(env, "fsdp_min_num_params", 0),
+        wrap_classes=listed(env, "fsdp_transformer_layer_cls_to_wrap"),
+        ignored_modules=text(env, "fsdp_ignored_modules") or None,
+        offload=flag(env, "fsdp_offload_params"),
+        activation_checkpointing=flag(env, "fsdp_activation_checkpointing"),
+        checkpoints_on_host=flag(env, "fsdp_activation_checkpointing_offload"),
         ram_efficient=ram_efficient,
-        sync_module_states=ram_efficient or (version == "1" and on(get("SYNC_MODULE_STATES", "true"))),
-        without_effect=[f"fsdp_{key}" for key, is_on in without_effect.items() if is_on],
+        sync_module_states=ram_efficient or (version == "1" and flag(env, "fsdp_sync_module_states", True)),
+        without_effect=[key for key, is_on in without_effect.items() if is_on],
     )
-
-
-def environment(section: Mapping[str, object]) -> dict[str, str]:
-    """The variables that the launcher makes of a file's section, with full names of keys."""
-    env = {"ACCELERATE_USE_FSDP": "true"}
-    for key, value in (DEFAULTS | dict(section)).items():
-        env[key.upper().replace("LAYER_CLS", "CLS")] = str(value).lower() if isinstance(value, bool) else str(value)
-    return env
 
 
 def as_version_2(fsdp: FSDP, env: Mapping[str, str]) -> dict[str, str | None]:

@@ -7,16 +7,12 @@ config_file.py. Nothing here imports torch or
 Accelerate.
 """
 
-import shutil
 import socket
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from faithful.config import deepspeed, fp8, fsdp
-from faithful.config.schema import digits
 from faithful.config.settings import ONCE, PRECISIONS, Settings
 from faithful.config.strategies import STRATEGIES
-from faithful.disk.documents import Unreadable, text_of
 
 if TYPE_CHECKING:
     from faithful.launch.machine import Machine
@@ -58,7 +54,7 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
     if precision == "bf16" and machine.capability and machine.capability < (8, 0):
         has = "{}.{}".format(*machine.capability)
         lines.append(f"bf16 needs compute capability 8.0, {machine.name} has {has}: use an fp16 config")
-    compiles = "dynamo_config" if settings.compile else settings.fp8.rules.compiles
+    compiles = "dynamo_config" if settings.compile else fp8.rules_of(settings.fp8).compiles
     if gpus and compiles and machine.lacks:
         lines.append(
             f"{compiles} compiles kernels on the GPU, which needs a C compiler and Python's headers, and here is "
@@ -81,74 +77,8 @@ def notes(settings: Settings, machine: "Machine") -> list[str]:
     if settings.compile and settings.whole_model:
         lines.append("the model's blocks are compiled one by one, as dynamo_use_regional_compilation: true says it")
     if machine.devices:
-        lines += settings.fp8.rules.slower(settings)
+        lines += fp8.rules_of(settings.fp8).slower(settings)
     return [*lines, *deepspeed.notes(settings.deepspeed), *settings.fp8.notes]
-
-
-def problems_of_machines(config: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
-    """Problems of a launch on one or several machines: ranks, rendezvous, port, hostfile. config: the file's mapping,
-    updated with the command line's options. env: the launcher's environment."""
-    machines, processes = config.get("num_machines") or 1, config.get("num_processes") or 1
-    rank, port, lines = config.get("machine_rank") or 0, config.get("main_process_port"), []
-    if config.get("mpirun_config") and not (shutil.which("mpirun") or shutil.which("mpiexec")):
-        lines.append("mpirun_config needs mpirun, which is not installed: install Open MPI, or set MULTI_GPU")
-    elastic = config.get("rdzv_backend") == "c10d" and env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-    if config.get("max_restarts") and not elastic:
-        lines.append(IN_VAIN)
-    if port and rank == 0 and port_in_use(port):
-        lines.append(f"port {port} of this machine is in use: choose another --main_process_port")
-    if machines == 1:
-        return lines
-    if processes % machines:
-        lines.append(
-            f"{processes} processes cannot be divided over {machines} machines: --num_processes counts those of all "
-            f"machines, so it is a multiple of {machines}"
-        )
-    if not 0 <= rank < machines:
-        lines.append(f"machine_rank {rank} is not one of 0 to {machines - 1}: give each machine its own")
-    address = str(config.get("main_process_ip") or "")
-    if not address:
-        lines.append("several machines need --main_process_ip: pass the address of machine 0 on each of them")
-    elif address == "localhost" or address.startswith("127."):
-        lines.append(f"main_process_ip {address} means each machine itself: give the address of machine 0")
-    elif not resolves(address):
-        lines.append(
-            f"main_process_ip {address} is not an address, or a name that this machine can resolve: give the address "
-            "of machine 0"
-        )
-    if config.get("rdzv_backend") == "c10d" and not port:
-        lines.append("several machines need --main_process_port: pass the same free port of machine 0 on each of them")
-    if config.get("distributed_type") == "DEEPSPEED":
-        lines += problems_of_hostfile(config.get("deepspeed_config") or {}, processes)
-    return lines
-
-
-def problems_of_hostfile(section: Mapping[str, Any], processes: int) -> list[str]:
-    """Problems of DeepSpeed's own launchers (pdsh and others). `standard` is torchrun, as for the other strategies."""
-    launcher = section.get("deepspeed_multinode_launcher", "pdsh")
-    if launcher == "standard":
-        return []
-    path = section.get("deepspeed_hostfile")
-    advice = "set deepspeed_multinode_launcher: standard in deepspeed_config to launch on each machine, as elsewhere"
-    if not path:
-        return [f"deepspeed_multinode_launcher {launcher} needs a deepspeed_hostfile: {advice}"]
-    try:
-        rows = [line.split("#")[0].split() for line in text_of(str(path)).splitlines()]
-    except Unreadable as error:
-        return [f"deepspeed_hostfile {path} {error}: {advice}"]
-    slots = [words[1].partition("slots=")[2] if len(words) == 2 else "" for words in rows if words]
-    if not slots or not all(map(digits, slots)):
-        return [f"deepspeed_hostfile {path}: every line is `name slots=4`"]
-    if sum(map(int, slots)) < processes:
-        return [f"deepspeed_hostfile {path} has {sum(map(int, slots))} slots for {processes} processes"]
-    return []
-
-
-def resolves(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except (OSError, UnicodeError):  # a name may hold no empty or long part
-        return False
 
 
 def port_in_use(port: int) -> bool:

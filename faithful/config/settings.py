@@ -8,16 +8,14 @@
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from faithful.config import deepspeed, fp8, fsdp
-from faithful.config.deepspeed import DeepSpeed
-from faithful.config.fp8 import FP8
+from faithful.config import deepspeed, fp8, fsdp, keys
 from faithful.config.fsdp import FSDP
-from faithful.config.schema import digits, full, on, whole_number
-from faithful.config.strategies import STRATEGIES, StrategyRules
+from faithful.config.keys import digits, flag, full, on, whole_number
+from faithful.config.strategies import Mesh, Settings
 from faithful.errors import Refused
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
@@ -26,105 +24,12 @@ ONCE = "FAITHFUL_RAM_EFFICIENT"  # 0: each process builds models with their weig
 KEEP = "FAITHFUL_KEEP_DTYPE"  # 1: under an fp32 config a model trains in the dtype that it has, 16 bit or not
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """The section parallelism_config: the sizes of the device mesh. A product of 1 is no mesh."""
-
-    dp_replicate: int = 1  # groups of processes that each hold the whole model
-    dp_shard: int = 1
-    tp: int = 1  # processes that compute one batch together
-    cp: int = 1
-    sp: int = 1
-
-    @classmethod
-    def parse(cls, env: Mapping[str, str]) -> "Mesh":
-        """What the launcher's variables ask for."""
-        names = [field.name for field in fields(cls)]
-        return cls(**{name: whole_number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1) for name in names})
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Those larger than 1."""
-        return {name: size for name, size in asdict(self).items() if size > 1}
-
-    def environment(self) -> dict[str, str]:
-        """The launcher's variables."""
-        sizes = {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in asdict(self).items()}
-        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | sizes
-
-    def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a config asks for. A section that is not there has its defaults."""
-
-    strategy: str
-    precision: str
-    num_processes: int
-    local_processes: int  # of this machine
-    compile: bool
-    compile_mode: str  # of torch.compile
-    whole_model: bool  # that the model is compiled as a whole; here its blocks are
-    restarts_in_vain: bool  # a restarted worker would find the store of the one that died
-    use_cpu: bool
-    ram_efficient: bool  # only process 0 builds models with their weights
-    fsdp: FSDP
-    deepspeed: DeepSpeed
-    fp8: FP8
-    mesh: Mesh
-
-    @property
-    def rules(self) -> StrategyRules:
-        return STRATEGIES.get(self.strategy) or StrategyRules(self.strategy)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 shards the model."""
-        return self.strategy in ("fsdp", "hsdp")
-
-    @property
-    def shards(self) -> int:
-        """The processes over which the strategy divides what it divides."""
-        return self.mesh.dp_shard if self.strategy == "hsdp" else self.num_processes
-
-    @property
-    def offload(self) -> bool:
-        return self.fsdp.offload or self.deepspeed.offload
-
-    @property
-    def ckpt(self) -> bool:
-        return self.fsdp.activation_checkpointing
-
-    @property
-    def noreshard(self) -> bool:
-        return self.sharded and not self.fsdp.reshard
-
-    @property
-    def built_once(self) -> bool:
-        """Whether the config says that only process 0 builds models with their weights."""
-        return self.fsdp.ram_efficient or self.deepspeed.init
-
-    @property
-    def backend(self) -> str | None:
-        return self.fp8.backend
-
-    @property
-    def level(self) -> str | None:
-        return self.fp8.level
-
-    @property
-    def skip(self) -> list[str]:
-        return self.fp8.skip
-
-
 def read_env(env: Mapping[str, str]) -> Settings:
     """What the launcher's environment variables ask for."""
     sizes, of_fsdp, of_deepspeed = Mesh.parse(env), fsdp.parse(env), deepspeed.parse(env)
-    world = whole_number(env, "WORLD_SIZE", 1)
+    world = keys.whole(env, "num_processes", 1)
     local = whole_number(env, "LOCAL_WORLD_SIZE", world)
-    precision = of_deepspeed.precision or env.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision = of_deepspeed.precision or keys.text(env, "mixed_precision", "no")
     of_fp8 = fp8.parse(env, precision, bool(of_fsdp.version) and not of_fsdp.replicates)
     if of_deepspeed.stage is not None:
         if of_fp8.backend == "msamp" and of_fp8.level and not of_deepspeed.replicates:
@@ -151,11 +56,11 @@ def read_env(env: Mapping[str, str]) -> Settings:
         precision=PRECISIONS.get(precision, precision),
         num_processes=world,
         local_processes=local,
-        compile=env.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
-        compile_mode=env.get("ACCELERATE_DYNAMO_MODE", "default"),
-        whole_model=not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
+        compile=keys.text(env, "dynamo_backend", "no").lower() != "no",
+        compile_mode=keys.text(env, "dynamo_mode", "default"),
+        whole_model=not flag(env, "dynamo_use_regional_compilation"),
         restarts_in_vain=store and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
-        use_cpu=on(env.get("ACCELERATE_USE_CPU")),
+        use_cpu=flag(env, "use_cpu"),
         ram_efficient=world > 1 and (of_fsdp.ram_efficient or of_deepspeed.init) and on(env.get(ONCE, "1")),
         fsdp=of_fsdp,
         deepspeed=of_deepspeed,
@@ -169,29 +74,26 @@ def to_env(config: Mapping[str, Any]) -> dict[str, str]:
     config = {key: value for key, value in config.items() if value is not None}
     sections = {
         name: {full(name, key): value for key, value in (config.get(name) or {}).items() if value is not None}
-        for name in ("fsdp_config", "dynamo_config", "fp8_config", "deepspeed_config", "parallelism_config")
+        for name in keys.TABLE
+        if name
     }
-    env = {"ACCELERATE_MIXED_PRECISION": str(config.get("mixed_precision", "no")).lower()}
-    env["ACCELERATE_DYNAMO_BACKEND"] = str(sections["dynamo_config"].get("dynamo_backend", "no")).upper()
-    env["ACCELERATE_DYNAMO_MODE"] = str(sections["dynamo_config"].get("dynamo_mode", "default"))
-    regional = sections["dynamo_config"].get("dynamo_use_regional_compilation", False)
-    env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(regional)
-    if config.get("mixed_precision") == "fp8":
+    config["mixed_precision"] = str(config.get("mixed_precision", "no")).lower()
+    env = keys.environment("", config) | keys.environment("dynamo_config", sections["dynamo_config"])
+    if config["mixed_precision"] == "fp8":
         env |= fp8.environment(sections["fp8_config"])
     kind, processes = str(config.get("distributed_type")), config.get("num_processes", 1)
     if kind == "NO" or (kind == "MULTI_CPU" and not config.get("mpirun_config")):
-        env["ACCELERATE_USE_CPU"] = str(config.get("use_cpu", False))
+        del env["WORLD_SIZE"]  # one process, which no launcher of several has started
     else:
-        local = processes // config.get("num_machines", 1)
-        env |= {"LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local)}
-    if kind == "DEEPSPEED":
-        env |= {"ACCELERATE_DYNAMO_BACKEND": "NO"} | deepspeed.environment(sections["deepspeed_config"])
-    if sections["parallelism_config"] and "LOCAL_RANK" in env:
-        named = {field.name: f"parallelism_config_{field.name}_size" for field in fields(Mesh)}
-        sizes = {name: sections["parallelism_config"].get(key, 1) for name, key in named.items()}
-        env |= Mesh(**sizes).environment()
+        del env["ACCELERATE_USE_CPU"]
+        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(processes // config.get("num_machines", 1))}
+        if sizes := sections["parallelism_config"]:
+            env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | keys.environment("parallelism_config", sizes)
     if kind == "FSDP":
-        env |= fsdp.environment(sections["fsdp_config"])
+        env |= {"ACCELERATE_USE_FSDP": "true"} | keys.environment("fsdp_config", sections["fsdp_config"])
+    if kind == "DEEPSPEED":
+        env |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DYNAMO_BACKEND": "no"}
+        env |= keys.environment("deepspeed_config", sections["deepspeed_config"])
     return env
 
 

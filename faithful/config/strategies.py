@@ -5,53 +5,119 @@ does is in faithful/strategies, in the same order.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
-if TYPE_CHECKING:
-    from faithful.config.settings import Settings
+from faithful.config import keys
+from faithful.config.deepspeed import DeepSpeed
+from faithful.config.fsdp import FSDP
 
 BUCKET = 50_000_000  # gradient elements per reduction of ZeRO. DeepSpeed's default is ten times that: gigabytes
-LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
 @dataclass(frozen=True)
-class WholeModel:
-    """What one process needs that holds all of a model, in bytes if nothing else is said."""
+class FP8:
+    """The section fp8_config. fp8.py reads it."""
 
-    elements: int  # parameters that are trained
-    blocks: list[int]  # parameters of each repeated block, or of the whole model if it has none
-    compute: int  # of a value in a matrix product
-    weights: float
-    frozen: float  # weights of models that are not trained
-    gradients: float  # those in `.grad`
-    fp8_gradients: float  # those that a level keeps beside
-    master: float
-    optimizer: float
-    fp8_optimizer: float  # the part of `optimizer` that belongs to weights in FP8
+    backend: str | None = None  # None: the precision is another one
+    level: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of the backend
+    skip: list[str] = field(default_factory=list)  # patterns of the Linear layers that stay in high precision
+    without_effect: list[str] = field(default_factory=list)  # keys that are set, each with the reason
+    notes: list[str] = field(default_factory=list)  # what runs otherwise than the keys say, with the same result
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The section parallelism_config: the sizes of the device mesh. A product of 1 is no mesh."""
+
+    dp_replicate: int = 1  # groups of processes that each hold the whole model
+    dp_shard: int = 1
+    tp: int = 1  # processes that compute one batch together
+    cp: int = 1
+    sp: int = 1
+
+    @classmethod
+    def parse(cls, env: Mapping[str, str]) -> "Mesh":
+        """What the launcher's variables ask for."""
+        return cls(**{each.name: keys.whole(env, key_of_size(each.name), 1) for each in fields(cls)})
 
     @property
-    def gathered(self) -> float:
-        """Weights of two blocks, this one and the next, and of what is in no block."""
-        return (self.elements - sum(self.blocks)) * self.compute + self.next_blocks * self.compute
+    def sizes(self) -> dict[str, int]:
+        """Those larger than 1."""
+        return {name: size for name, size in asdict(self).items() if size > 1}
+
+    def environment(self) -> dict[str, str]:
+        """The launcher's variables."""
+        sizes = {key_of_size(name): size for name, size in asdict(self).items()}
+        return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | keys.environment("parallelism_config", sizes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a config asks for. A section that is not there has its defaults."""
+
+    strategy: str
+    precision: str
+    num_processes: int
+    local_processes: int  # of this machine
+    compile: bool
+    compile_mode: str  # of torch.compile
+    whole_model: bool  # that the model is compiled as a whole; here its blocks are
+    restarts_in_vain: bool  # a restarted worker would find the store of the one that died
+    use_cpu: bool
+    ram_efficient: bool  # only process 0 builds models with their weights
+    fsdp: FSDP
+    deepspeed: DeepSpeed
+    fp8: FP8
+    mesh: Mesh
 
     @property
-    def next_blocks(self) -> int:
-        """Parameters of two blocks, or of one if there are no more."""
-        return min(len(self.blocks), 2) * max(self.blocks)
+    def rules(self) -> "StrategyRules":
+        return STRATEGIES.get(self.strategy) or StrategyRules(self.strategy)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 shards the model."""
+        return self.strategy in ("fsdp", "hsdp")
 
-@dataclass
-class Memory:
-    """Bytes that one process holds."""
+    @property
+    def shards(self) -> int:
+        """The processes over which the strategy divides what it divides."""
+        return self.mesh.dp_shard if self.strategy == "hsdp" else self.num_processes
 
-    weights: float
-    gradients: float
-    master: float
-    optimizer: float
-    communication: float = 0
-    sent_early: float = 0  # the share of FP8 gradients that is sent to its owners while the backward pass goes on
+    @property
+    def offload(self) -> bool:
+        return self.fsdp.offload or self.deepspeed.offload
+
+    @property
+    def ckpt(self) -> bool:
+        return self.fsdp.activation_checkpointing
+
+    @property
+    def noreshard(self) -> bool:
+        return self.sharded and not self.fsdp.reshard
+
+    @property
+    def built_once(self) -> bool:
+        """Whether the config says that only process 0 builds models with their weights."""
+        return self.fsdp.ram_efficient or self.deepspeed.init
+
+    @property
+    def backend(self) -> str | None:
+        return self.fp8.backend
+
+    @property
+    def level(self) -> str | None:
+        return self.fp8.level
+
+    @property
+    def skip(self) -> list[str]:
+        return self.fp8.skip
 
 
 class StrategyRules:
@@ -59,72 +125,40 @@ class StrategyRules:
 
     title: str  # for a list
     family: str  # the first word of its configs' names
-    rank: float  # where several do, the lower is advised
     package: str | None = None  # that it needs beside torch
     rehearsed_as = "NO"  # the DistributedType with which Accelerate is started on a machine without an accelerator
     replicates = True  # whether each process holds the whole model in plain torch
-    divides_state = False  # whether each process holds and saves a part of the state
-    keeps_fp32 = False  # whether weights and state are fp32, whatever dtype the model has
-    splits_layers = False  # whether each process computes a part of each layer
-    one_model = False  # whether a second model is refused, also one that is not trained
-    hidden_behind = 0.0  # the part of forward and backward during which it can send
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def problems(self, settings: "Settings") -> Iterator[str]:
+    def problems(self, settings: Settings) -> Iterator[str]:
         """Yields every reason why the strategy cannot run these settings."""
         if settings.mesh.sizes.keys() & {"cp", "sp"}:
             yield self.no_context_parallel(settings)
         elif settings.mesh.sizes:
             yield f"parallelism_config is for hsdp and tp files, this one is {self.name}: remove it"
 
-    def no_context_parallel(self, settings: "Settings") -> str:
+    def no_context_parallel(self, settings: Settings) -> str:
         return f"parallelism_config {settings.mesh}: context and sequence parallel are not supported here, use hsdp"
-
-    def offloads_weights(self, settings: "Settings") -> bool:
-        """Whether settings that offload move weights, too."""
-        return True
-
-    def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
-        """What a process holds of a model. accumulates: a step has several backward passes."""
-        gradients = model.gradients + model.fp8_gradients
-        return Memory(model.weights + model.frozen, gradients, model.master, model.optimizer)
-
-    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        """Bytes that each of N processes sends in one step, or None if no rule covers it. weight, gradient: bytes of a
-        gathered weight, 0 for one in the dtype of products, and of a gradient.
-
-        A collective sends (N-1)/N of its tensor; an all-reduce sends twice that."""
-        return 0
 
 
 class SingleRules(StrategyRules):
-    title, family, rank = "One device", "single", 0
+    title, family = "One device", "single"
 
 
 class DDPRules(StrategyRules):
     title = "DDP: every process holds the whole model (--num_processes 8 for eight devices)"
-    family, rank, rehearsed_as = "ddp", 1, "MULTI_CPU"
-    hidden_behind = 0.6  # the backward pass
-
-    def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
-        memory = super().memory(model, settings, accumulates)
-        memory.communication = model.gradients  # its buckets
-        return memory
-
-    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        return 2 * gradient * others(settings.num_processes) * parameters
+    family, rehearsed_as = "ddp", "MULTI_CPU"
 
 
 class FSDPRules(StrategyRules):
     title = "FSDP2: parameters, gradients and optimizer state are sharded over the processes"
-    family, rank = "fsdp", 3
+    family = "fsdp"
     rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
-    replicates, divides_state, keeps_fp32 = False, True, True
-    hidden_behind = 0.9  # all but the first gather and the last reduction
+    replicates = False
 
-    def problems(self, settings: "Settings") -> Iterator[str]:
+    def problems(self, settings: Settings) -> Iterator[str]:
         mesh = settings.mesh
         if "tp" in mesh.sizes:
             yield (
@@ -136,44 +170,25 @@ class FSDPRules(StrategyRules):
         elif problem := self.problem_of_sizes(settings) or wrong_product(settings):
             yield problem
 
-    def problem_of_sizes(self, settings: "Settings") -> str | None:
+    def problem_of_sizes(self, settings: Settings) -> str | None:
         return None
-
-    def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
-        n = settings.shards
-        gradients = (model.gradients + model.fp8_gradients) / n
-        if accumulates:  # gradients stay whole until the last micro-batch
-            gradients += model.gradients * others(n)
-        memory = Memory((model.weights + model.frozen) / n, gradients, model.master, model.optimizer / n)
-        memory.communication = model.gathered + max(model.blocks) * (model.compute + 4)
-        return memory
-
-    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        gathers = 1 if settings.noreshard else 2
-        return (gathers * (weight or computed(settings)) + gradient) * others(settings.shards) * parameters
 
 
 class HSDPRules(FSDPRules):
-    title, family, rank = "HSDP: FSDP2 within groups of processes", "hsdp", 8
+    title, family = "HSDP: FSDP2 within groups of processes", "hsdp"
 
-    def problem_of_sizes(self, settings: "Settings") -> str | None:
+    def problem_of_sizes(self, settings: Settings) -> str | None:
         if settings.mesh.dp_shard > 1:
             return None
         return "hsdp without parallelism_config_dp_shard_size shards nothing: set it, or use a ddp file"
 
-    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        n = settings.shards
-        within = super().bytes_sent(settings, parameters, weight, gradient) or 0
-        between = 2 * gradient * others(settings.num_processes // n) * parameters / n  # an all-reduce
-        return within + between
-
 
 class TensorParallelRules(StrategyRules):
-    title, family, rank = "Tensor parallel: each layer is split over the processes", "tp", 9
+    title, family = "Tensor parallel: each layer is split over the processes", "tp"
     rehearsed_as = "MULTI_GPU"
-    replicates, keeps_fp32, splits_layers = False, True, True
+    replicates = False
 
-    def problems(self, settings: "Settings") -> Iterator[str]:
+    def problems(self, settings: Settings) -> Iterator[str]:
         if len(settings.mesh.sizes) > 1:
             yield (
                 f"tensor parallel beside data parallel ({settings.mesh}): without FSDP2 Accelerate refuses it, or sums "
@@ -186,50 +201,12 @@ class TensorParallelRules(StrategyRules):
         elif problem := wrong_product(settings):
             yield problem
 
-    def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
-        n = settings.shards
-        gradients = (model.gradients + model.fp8_gradients) / n
-        return Memory(model.weights / n + model.frozen, gradients, model.master, model.optimizer / n)
-
-    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        return None  # activations, whose size depends on the batch
-
 
 class ZeRORules(StrategyRules):
-    """name: zero and the stage."""
-
     title = "DeepSpeed ZeRO: optimizer state (1), gradients (2) and parameters (3) are partitioned"
     family, package = "zero", "deepspeed"
     rehearsed_as = "NO"  # Accelerate changes it to DEEPSPEED
-    replicates, divides_state, keeps_fp32, one_model = False, True, True, True
-    hidden_behind = 0.6  # the backward pass
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.stage = int(name.removeprefix("zero"))
-        self.rank = 3 + self.stage
-
-    def offloads_weights(self, settings: "Settings") -> bool:
-        return settings.deepspeed.offloads_weights
-
-    def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
-        n, elements, compute = settings.shards, model.elements, model.compute
-        memory = Memory(
-            weights=compute * elements / (n if self.stage == 3 else 1) + model.frozen,
-            gradients=(compute if self.stage == 1 else 4) * elements / n,
-            master=4 * elements / n,
-            optimizer=model.optimizer / n,
-        )
-        # Of gradients on their way: the bucket's buffer, what it is cast to, and what is cut from that.
-        bucket, cast = min(BUCKET, elements), 4 if compute == 2 else 0
-        memory.communication = bucket * (8 + 4 / n if self.stage == 3 else 2 * compute + cast)
-        memory.communication += compute * min(LIVE, elements) if self.stage == 3 else 0
-        return memory
-
-    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        compute = computed(settings)
-        # below stage 3 DeepSpeed sums gradients as all-reduce, then gathers weights
-        return (3 * compute if self.stage == 3 else 2 * 4 + compute) * others(settings.shards) * parameters
+    replicates = False
 
 
 STRATEGIES: dict[str, StrategyRules] = {
@@ -244,17 +221,11 @@ STRATEGIES: dict[str, StrategyRules] = {
 }
 
 
-def others(processes: int) -> float:
-    """The part of a divided tensor that the other processes have."""
-    return (processes - 1) / processes
+def key_of_size(name: str) -> str:
+    return f"parallelism_config_{name}_size"
 
 
-def computed(settings: "Settings") -> int:
-    """Bytes of a value in a matrix product, and of a gathered weight."""
-    return 4 if settings.precision == "fp32" else 2
-
-
-def wrong_product(settings: "Settings") -> str | None:
+def wrong_product(settings: Settings) -> str | None:
     """The problem of a mesh that is for another number of processes, or None."""
     product = math.prod(asdict(settings.mesh).values())
     if not settings.mesh.sizes or product == settings.num_processes:

@@ -1,4 +1,4 @@
-"""A backend is two classes in one file: what it accepts and costs, and what it does. The one here has a level, an option,
+"""A backend is two classes, what it accepts and what it does, and a third for what it costs. The one here has a level, an option,
 a problem and an estimate of its own, and trains under every strategy that it accepts."""
 
 import pytest
@@ -12,11 +12,11 @@ from faithful import backends, strategies
 from faithful.backends.base import Backend
 from faithful.backends.high_precision import Torch
 from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, skipped_linears
-from faithful.config import config_file, fp8, rules
+from faithful.config import config_file, fp8, keys, rules
 from faithful.config.settings import read_env, to_env
 from faithful.launch.machine import Machine
 from faithful.tensors.names import local
-from tools import estimate, tracing
+from tools import costs, estimate, tracing
 
 
 class RoundedRules(fp8.BackendRules):
@@ -26,15 +26,17 @@ class RoundedRules(fp8.BackendRules):
     levels = ("tensor", "row")
     keys = "recipe margin"
 
-    def options(self, get, level, sharded):
-        return {"margin": int(get("MARGIN", "0"))}, []
-
-    def traced(self, options):
-        return options
+    def options(self, env, level, sharded):
+        return {"margin": keys.whole(env, "fp8_margin", 0)}, []
 
     def problems(self, settings, machine):
         if settings.compile:
             yield "ROUNDED does not compile: leave dynamo_config out"
+
+
+class RoundedCost(costs.BackendCost):
+    def traced(self, options):
+        return options
 
     def adjust_memory(self, memory, model, settings):
         memory.weights += model.elements  # a copy of each weight, in 1 byte
@@ -72,10 +74,11 @@ class Rounded(Backend):
 
 
 @pytest.fixture(autouse=True)
-def two_lines(monkeypatch):
+def three_lines(monkeypatch):
     """All that the rest of the code is told."""
     monkeypatch.setitem(fp8.BACKENDS, "rounded", RoundedRules("rounded"))
     monkeypatch.setitem(backends.BACKENDS, "rounded", f"{__name__}:Rounded")
+    monkeypatch.setitem(costs.BACKENDS, "rounded", RoundedCost())
 
 
 def mapping(strategy="single", **section):

@@ -24,6 +24,7 @@ from faithful import __main__ as door
 from faithful import plan
 from faithful.config import config_file, rules
 from faithful.config.settings import read_env, to_env
+from tools import check
 
 # The lines that `accelerate config` always writes.
 WIZARD = {
@@ -136,7 +137,6 @@ NOTED = {
 def checked(path):
     """(problems, notes, what it asks for), as ./launch.sh check finds them, on a machine with everything."""
     sys.path.insert(0, str(ROOT))
-    from tools import check
 
     problems, _, notes, wanted = check.check(path, GPU, {})
     return problems, notes, wanted
@@ -564,7 +564,7 @@ def test_mpirun_starts_the_processes_of_multi_cpu(tmp_path):
         tmp_path,
         WIZARD | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mpirun_config": {"mpirun_hostfile": "hosts"}},
     )
-    assert rules.problems_of_machines(config_file.file_problems(path)[1], {})  # no mpirun
+    assert check.problems_of_machines(config_file.file_problems(path)[1], {})  # no mpirun
     mpirun = tmp_path / "mpirun"
     mpirun.write_text(
         '#!/bin/bash\n[ "$1" = --version ] && { echo Open MPI; exit; }\nshift 8\nexport OMPI_COMM_WORLD_SIZE=2\n'

@@ -11,10 +11,10 @@ import yaml
 from conftest import CONFIGS, ROOT, launched
 
 from faithful import Refused, arguments, backends, plan, strategies
-from faithful.config import config_file, rules, schema
+from faithful.config import config_file, fp8, keys, rules
 from faithful.config.settings import read_env, to_env
 from faithful.launch import machine
-from tools import find
+from tools import check, find
 from tools.estimate import read_config
 
 FILES = sorted(CONFIGS.glob("*.yml"))
@@ -65,19 +65,62 @@ def test_the_keys_are_those_of_the_installed_launcher():
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    known = schema.all_keys()
-    assert set(known[""]) == {field.name for field in dataclasses.fields(ClusterConfig)} | set(schema.OLD)
+    known = {section: {key.name for key in keys.TABLE[section] if key.reader != keys.UNREAD} for section in keys.TABLE}
+    old = {key.name for key in keys.TABLE[""] if "converts" in key.reader}
+    assert known[""] == {field.name for field in dataclasses.fields(ClusterConfig)} | old
     groups = {
         group.title: {action.dest for action in group._group_actions}
         for group in launch_command_parser()._action_groups
     }
     titles = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "fp8_config": "FP8", "mpirun_config": "MPI",
-              "megatron_lm_config": "Megatron-LM", "parallelism_config": "ParallelismConfig"}  # fmt: skip
+              "parallelism_config": "ParallelismConfig"}  # fmt: skip
     for section, title in titles.items():
         [options] = [options for name, options in groups.items() if name.startswith(title)]
-        assert options <= set(known[section]), section
-        assert set(known[section]) - options <= {*schema.FP8, "fsdp_ignored_modules"}, section
-    assert set(known["dynamo_config"]) == {name for name in groups["Resource Selection Arguments"] if "dynamo" in name}
+        assert options <= known[section], section
+        more = known[section] - options  # of fp8_config the launcher hands on any key
+        assert more <= {"fsdp_ignored_modules"} or section == "fp8_config", section
+    assert known["dynamo_config"] == {name for name in groups["Resource Selection Arguments"] if "dynamo" in name}
+
+
+SECTIONS = {"fsdp_config": {"distributed_type": "FSDP"}, "deepspeed_config": {"distributed_type": "DEEPSPEED"},
+            "fp8_config": {"mixed_precision": "fp8"}}  # fmt: skip
+
+
+def another(key):
+    """A value of a key that is not its default."""
+    if key.kind == "bool":
+        return not key.default
+    if key.kind in ("int", "exponent", "float"):
+        return (key.least or 0) + 2
+    return next((word for word in key.values if word.lower() not in ("no", "false", "none", "default")), "other")
+
+
+@pytest.mark.parametrize("key", [key for key in keys.ROWS.values() if key.variable], ids=lambda key: key.name)
+def test_each_key_becomes_the_variable_that_the_installed_launcher_writes(tmp_path, key):
+    [section] = [section for section in keys.TABLE if key in keys.TABLE[section]]
+    value = {"mixed_precision": "fp16"}.get(key.name) or another(key)
+    config = DDP | SECTIONS.get(section, {}) | ({section: {key.name: value}} if section else {key.name: value})
+    if config["distributed_type"] == "DEEPSPEED":
+        pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    if key.name == "use_cpu":
+        config |= {"distributed_type": "NO", "num_processes": 1}
+    if key.name == "deepspeed_config_file":
+        del config["mixed_precision"]
+    if key.name == "fsdp_sync_module_states":  # which the launcher wants for the other
+        config[section]["fsdp_cpu_ram_efficient_loading"] = False
+    (tmp_path / "mine.yml").write_text(yaml.dump(config))
+    ours, theirs = to_env(config)[key.variable], exported_by_accelerate(tmp_path / "mine.yml")[key.variable]
+    assert ours.lower() == theirs.lower() == str(value).lower()
+
+
+def test_each_backend_reads_the_keys_that_the_table_says():
+    for name, backend in fp8.BACKENDS.items():
+        recipes = [{"recipe": recipe} for recipe in (*backend.levels, *backend.recipes.values())]
+        reads = {key for section in [{}, *recipes] for key in backend.reads(section)}
+        rows = [key for key in keys.TABLE["fp8_config"] if key.reader != keys.UNREAD]
+        said = {key.name.removeprefix("fp8_") for key in rows if {name.upper(), "Plan"} & {*key.reader.split(", ")}}
+        refused = {key.name.removeprefix("fp8_") for key in rows if key.reader == "a refusal"}
+        assert reads - refused == said, name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
@@ -96,8 +139,8 @@ def test_a_missing_file_and_a_name_of_ones_own(tmp_path):
 
 def test_a_hostfile_is_read(tmp_path):
     section = {"deepspeed_hostfile": str(tmp_path / "hosts")}
-    assert "cannot be read" in rules.problems_of_hostfile(section, 4)[0]
-    assert "cannot be read" in rules.problems_of_hostfile({"deepspeed_hostfile": "a\0b"}, 4)[0]
+    assert "cannot be read" in check.problems_of_hostfile(section, 4)[0]
+    assert "cannot be read" in check.problems_of_hostfile({"deepspeed_hostfile": "a\0b"}, 4)[0]
     for text, expected in (
         (b"a 4\n", "every line is"),
         (b"a slots=" + b"4" * 5000, "every line is"),
@@ -105,8 +148,8 @@ def test_a_hostfile_is_read(tmp_path):
         (b"a slots=1\nb slots=2 # c\n", "has 3 slots for 4 processes"),
     ):
         (tmp_path / "hosts").write_bytes(text)
-        assert expected in rules.problems_of_hostfile(section, 4)[0]
-    assert rules.problems_of_hostfile(section, 3) == []
+        assert expected in check.problems_of_hostfile(section, 4)[0]
+    assert check.problems_of_hostfile(section, 3) == []
 
 
 def test_check_knows_the_machines_of_a_launch():
@@ -128,7 +171,7 @@ def test_a_port_in_use_is_named():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        [line] = rules.problems_of_machines(DDP | {"main_process_port": taken.getsockname()[1]}, {})
+        [line] = check.problems_of_machines(DDP | {"main_process_port": taken.getsockname()[1]}, {})
     assert "is in use" in line
 
 
@@ -263,3 +306,8 @@ def test_the_list_names_fp8_that_is_compiled_first():
     listed = [line.split()[0] for line in find.listing() if line.startswith("  ")]
     for name in ("single_fp8", "ddp_fp8", "fsdp_fp8", "single_fp8_ao_rowwise", "single_fp8_msamp_o2"):
         assert listed.index(f"{name}_compile") == listed.index(name) - 1
+
+
+def test_the_page_of_keys_is_the_table():
+    table = (ROOT / "docs/keys.md").read_text().split("keys -->\n")[1].split("\n<!-- end -->")[0]
+    assert table == "\n".join(keys.as_table()), "python -m faithful.config.keys"

@@ -9,7 +9,7 @@ import yaml
 from conftest import launched
 
 from faithful import Refused
-from faithful.config import deepspeed, schema, settings
+from faithful.config import deepspeed, keys, settings
 from faithful.launch import machine
 from tools import check
 
@@ -33,9 +33,9 @@ NAMES = [1, 1.5, True, None, datetime.date(2020, 1, 1), "zz"]
 CELLS = [
     (file, section, key, value)
     for file in FILES
-    for section, known in schema.all_keys().items()
+    for section, known in keys.TABLE.items()
     if section != "megatron_lm_config"
-    for key in [*known, *NAMES]
+    for key in [*(row.name for row in known), *NAMES]
     for value in VALUES
 ]
 

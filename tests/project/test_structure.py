@@ -122,9 +122,7 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
 
 
 # Files that import each other, imports for types and those inside functions too. A list may only get shorter.
-CIRCLES = [
-    "config/fp8 config/settings config/strategies",
-]
+CIRCLES: list[str] = []
 
 
 def circles(package):
@@ -181,7 +179,7 @@ LINES = {
     "faithful/*.py": 1700,  # the Accelerator writes its attributes, where strategies and backends did
     "faithful/backends": 1550,
     "faithful/checkpoint": 1100,
-    "faithful/config": 2150,  # the levels that a DeepSpeed file asks for
+    "faithful/config": 1800,
     "faithful/disk": 750,
     "faithful/evidence": 900,
     "faithful/launch": 1750,
@@ -192,10 +190,10 @@ LINES = {
     "faithful/tensors": 300,
     "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4850,
-    "tools": 7000,  # elastic.py, from launch/
+    "tools": 7400,  # what estimate counts and what check asks of machines, from faithful/config
     "shared": 2150,
     "benchmarks": 8250,  # clients by what they saved, files at their bounds
-    "tests": 35250,
+    "tests": 35300,  # each key, as the installed launcher exports it
     "recipes": 850,
 }
 SPARE = 100  # more than this under a number, and the number is to be lowered

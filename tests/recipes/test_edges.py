@@ -27,6 +27,7 @@ from faithful.config.settings import read_env, to_env
 from faithful.evidence import record
 from faithful.launch import launcher, machine, process
 from shared import text, vision
+from tools import check
 
 
 def of(name, **changes):
@@ -60,9 +61,9 @@ def test_a_section_that_accelerate_ignores_is_named(tmp_path, name, changes, lin
 
 
 def test_a_hostfile_that_is_not_needed_or_has_enough_slots_is_no_problem(tmp_path):
-    assert rules.problems_of_hostfile({"deepspeed_multinode_launcher": "standard"}, 8) == []
+    assert check.problems_of_hostfile({"deepspeed_multinode_launcher": "standard"}, 8) == []
     (tmp_path / "hosts").write_text("one slots=4\ntwo slots=4  # the second machine\n")
-    assert rules.problems_of_hostfile({"deepspeed_hostfile": tmp_path / "hosts"}, 8) == []
+    assert check.problems_of_hostfile({"deepspeed_hostfile": tmp_path / "hosts"}, 8) == []
 
 
 def test_a_driver_s_gpus_are_read_without_torch(monkeypatch):

@@ -10,7 +10,7 @@ from conftest import CONFIGS, ROOT, SCRIPTS
 from torch import nn
 
 from shared.args import Refused
-from tools import estimate, step_time, tracing
+from tools import costs, estimate, step_time, tracing
 from tools.work import Count, Linear, Work
 
 H100, A100, RTX = (step_time.find_card(name) for name in ("H100", "A100", "RTX 4090"))
@@ -25,8 +25,10 @@ def step(config, shapes, compiled=False, **more):
     asked = settings(config, compile=compiled)
     linears = [Linear(f"layer{number}", *shape) for number, shape in enumerate(shapes)]
     fp8 = [linear.name for linear in linears] if asked.backend else []
-    plain = step_time.high_precision(asked).fp8.rules.linear_cost(asked)
-    return step_time.Step(Work(linears), asked.fp8.rules.linear_cost(asked), plain, fp8, compiled=compiled, **more)
+    plain = costs.BackendCost().linear_cost(asked)
+    return step_time.Step(
+        Work(linears), costs.backend_of(asked).linear_cost(asked), plain, fp8, compiled=compiled, **more
+    )
 
 
 def time(config, shapes, card=H100, compiled=False, **more):
@@ -123,11 +125,11 @@ def test_bytes_that_msamps_levels_send_are_those_that_were_counted():
     fsdp = json.loads((ROOT / "results" / "amp8_fsdp.json").read_text())["ways"]["4"]["O2"]["converted_of_fp32"]
     for strategy, counted in (("ddp", comm), ("fsdp", fsdp)):
         levels, fp32 = (settings(f"{strategy}_{name}", 4) for name in ("fp8_msamp_o2", "fp32"))
-        sent = levels.fp8.rules.bytes_sent(levels, 1e6, 0) / fp32.fp8.rules.bytes_sent(fp32, 0, 1e6)
+        sent = costs.backend_of(levels).bytes_sent(levels, 1e6, 0) / costs.backend_of(fp32).bytes_sent(fp32, 0, 1e6)
         assert sent == pytest.approx(counted, rel=1e-3)
     gathers, plain = (settings(f"fsdp_{name}", 4) for name in ("fp8", "bf16"))  # 2 gathers in FP8, a reduction in fp32
-    both = gathers.fp8.rules.bytes_sent(gathers, 1e6, 1e6)
-    assert both - plain.rules.bytes_sent(plain, 1e6) == pytest.approx((2 * 1 + 4) * 1e6 * 3 / 4)
+    both = costs.backend_of(gathers).bytes_sent(gathers, 1e6, 1e6)
+    assert both - costs.strategy_of(plain).bytes_sent(plain, 1e6) == pytest.approx((2 * 1 + 4) * 1e6 * 3 / 4)
 
 
 # -------------------------------------------------------------------------------------------------------- what is counted
