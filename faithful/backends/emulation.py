@@ -25,7 +25,7 @@ The FP8 numbers themselves are amp8's.
 
 import abc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -43,7 +43,6 @@ from faithful.config import fp8
 
 Tile = tuple[int | None, int | None]
 Codes = tuple[torch.Tensor, torch.Tensor | None]  # (codes, scale), see Rounding.operand
-Filter = Callable[[nn.Module, str], bool]
 
 
 class Tiles(NamedTuple):
@@ -204,7 +203,7 @@ class Emulated(Backend):
         names = linears_to_convert(model, skipped)
         if names:
             options = {} if plan.level in TORCHAO else plan.fp8_options
-            convert(model, str(plan.level), lambda module, name: name in names, **options)
+            convert(model, str(plan.level), names, **options)
             # Each rank records its own amaxes. DDP would overwrite them with rank 0's before they are reduced.
             # pyrefly: ignore[bad-argument-type]
             model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_buffers() if ".fp8_" in name]
@@ -218,7 +217,7 @@ class Emulated(Backend):
 def convert(
     model: nn.Module,
     recipe: str,
-    module_filter: Filter | None = None,
+    names: Collection[str] | None = None,
     *,
     fp8_format: str = "HYBRID",
     margin: int = 0,
@@ -228,26 +227,15 @@ def convert(
     disable_stochastic_rounding: bool = False,
     disable_2d_quantization: bool = False,
     scale_calculation_mode: str | None = None,
-) -> list[tuple[str, str]]:
-    """Turns the model's nn.Linear layers into EmulatedLinear, in place: each stays the same object with the same
-    Parameters, so optimizers, tied weights, hooks and state_dict keys are untouched.
+) -> None:
+    """Turns nn.Linear layers into EmulatedLinear, in place: each stays the same object with the same Parameters, so
+    optimizers, tied weights, hooks and state_dict keys are untouched.
 
-    recipe: a name from the table above. module_filter(module, name) -> bool chooses layers. `fp8_format` is for TE's
-    recipes but mxfp8 and nvfp4; the next three for "delayed", and three for "nvfp4". scale_calculation_mode: torchao's,
-    for MX recipes: "rceil" or "floor", which is OCP's rule; None is TE's mxfp8, which rounds a weight from its own
-    values, where torchao rounds it from those of the input's dtype. Returns [(name, reason)] for every Linear left as
-    it was.
+    recipe: a name from the table above. names: of the layers, or None for all. `fp8_format` is for TE's recipes but
+    mxfp8 and nvfp4; the next three for "delayed", and three for "nvfp4". scale_calculation_mode: torchao's, for MX
+    recipes: "rceil" or "floor", which is OCP's rule; None is TE's mxfp8, which rounds a weight from its own values,
+    where torchao rounds it from those of the input's dtype. config/fp8.py has refused what there is not.
     """
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
-    if scale_calculation_mode not in (None, *fp8.MX_SCALES):
-        raise ValueError(
-            f"scale_calculation_mode must be one of {', '.join(fp8.MX_SCALES)}, got {scale_calculation_mode!r}"
-        )
-    if fp8_format not in FORMATS:
-        raise ValueError(f"fp8_format must be HYBRID or E4M3, got {fp8_format!r}")
-    if amax_compute_algo not in ("max", "most_recent"):
-        raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent', got {amax_compute_algo!r}")
     dtype = E2M1 if recipe == "mxfp4" else E4M3
     formats = (dtype, dtype, GRAD_DTYPES.get(recipe, FORMATS[fp8_format]))
     tiny = 1e-12 if recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
@@ -259,12 +247,8 @@ def convert(
         how = NVFP4(
             hadamard=not disable_rht, stochastic=not disable_stochastic_rounding, square=not disable_2d_quantization
         )
-    skipped = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if reason := _skip_reason(name, module, size_multiple(recipe), module_filter):
-            skipped.append((name, reason))
+        if type(module) is not nn.Linear or (names is not None and name not in names):
             continue
         module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
         module = cast(EmulatedLinear, module)
@@ -277,17 +261,6 @@ def convert(
             zeros = torch.zeros(amax_history_len, 3, device=module.weight.device)
             module.register_buffer("fp8_amax_history", zeros)
             module.register_buffer("fp8_scale", torch.ones_like(zeros[0]))
-    return skipped
-
-
-def _skip_reason(name: str, module: nn.Linear, multiple: int, module_filter: Filter | None) -> str | None:
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__name__}, not a plain Linear"
-    for size in ("in_features", "out_features"):
-        if getattr(module, size) % multiple:
-            return f"{size} {getattr(module, size)} is not a multiple of {multiple}"
-    if module_filter is not None and not module_filter(module, name):
-        return "left out by the filter"
 
 
 class EmulatedLinear(nn.Linear):

@@ -43,7 +43,7 @@ def seeded(*shape, seed=0):
 def layer(recipe, inputs=64, outputs=96, bias=True, **options):
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=bias)
-    assert emulation.convert(linear, recipe, **options) == []
+    emulation.convert(linear, recipe, **options)
     return linear
 
 
@@ -51,7 +51,7 @@ def mlp(recipe=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
     if recipe:
-        assert emulation.convert(model, recipe, **options) == []
+        emulation.convert(model, recipe, **options)
     return model
 
 
@@ -72,56 +72,21 @@ def relative(a, b):
 # What is converted
 
 
-def test_convert_is_in_place_and_names_what_it_leaves():
-    class Own(nn.Linear):
-        pass
-
-    model = nn.ModuleDict(
-        {
-            "a": nn.Linear(32, 64),
-            "b": nn.Linear(64, 10),
-            "c": nn.Linear(12, 64),
-            "d": nn.Linear(64, 32),
-            "own": Own(32, 32),
-            "embedding": nn.Embedding(64, 32),
-        }
-    )
+def test_convert_is_in_place():
+    model = nn.ModuleDict({"a": nn.Linear(32, 64), "d": nn.Linear(64, 32), "embedding": nn.Embedding(64, 32)})
     model["a"].weight = model["embedding"].weight  # tied
     calls = []
     model["a"].register_forward_hook(lambda module, args, out: calls.append(out.dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     parameters, keys, a = list(model.parameters()), list(model.state_dict()), model["a"]
-    skipped = emulation.convert(model, "tensorwise", lambda module, name: name != "d")
-    assert skipped == [
-        ("b", "out_features 10 is not a multiple of 16"),
-        ("c", "in_features 12 is not a multiple of 16"),
-        ("d", "left out by the filter"),
-        ("own", "a Own, not a plain Linear"),
-    ]
-    assert emulation.convert(nn.Sequential(nn.Linear(32, 48)), "mxfp8") == [
-        ("0", "out_features 48 is not a multiple of 32")
-    ]
-    assert type(model["a"]) is EmulatedLinear and type(model["b"]) is nn.Linear and model["a"] is a
+    emulation.convert(model, "tensorwise", ["a"])
+    assert type(model["a"]) is EmulatedLinear and type(model["d"]) is nn.Linear and model["a"] is a
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
     assert list(model.state_dict()) == keys and "emulated FP8 tensorwise" in repr(model)
     before = model["embedding"].weight.detach().clone()
     model["a"](model["embedding"].weight[:16]).sum().backward()
     optimizer.step()
     assert calls == [torch.float32] and not torch.equal(model["embedding"].weight, before)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"recipe": "mxfp6"}, "recipe must be one of"),
-        ({"fp8_format": "E5M2"}, "fp8_format must be HYBRID or E4M3"),
-        ({"amax_compute_algo": "mean"}, "amax_compute_algo must be"),
-        ({"scale_calculation_mode": "ceil"}, "scale_calculation_mode must be one of rceil, floor"),
-    ],
-)
-def test_convert_refuses_what_there_is_not(options, message):
-    with pytest.raises(ValueError, match=message):
-        emulation.convert(nn.Linear(16, 16), **({"recipe": "delayed"} | options))
 
 
 def test_without_amp8_it_says_what_to_copy(monkeypatch):
