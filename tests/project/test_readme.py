@@ -196,6 +196,15 @@ def test_links_lead_somewhere(file):
     assert not list(broken_links(file, file.read_text()))
 
 
+def test_how_it_works_names_what_is_there():
+    """A link to a file of code, named by a function or class, leads to the file that has it."""
+    text = page("docs/how-it-works.md")
+    named = re.findall(r"\[`(\w+)`\]\(\.\./([\w/]+\.py)\)", text)
+    assert len(named) > 30 and len(text.splitlines()) <= 120
+    for name, file in named:
+        assert re.search(rf"^( *def {name}\(|class {name}\b|{name}\b.* = )", page(file), re.M), f"{name} in {file}"
+
+
 def test_a_broken_link_is_found():
     text = "[a](docs/fp8.md) [b](docs/fp8.md#no-such-head) [c](docs/no.md) [d](docs/fp8.md#keep-a-layer-out-of-fp8)"
     assert list(broken_links(ROOT / "README.md", text)) == ["docs/fp8.md#no-such-head", "docs/no.md"]
