@@ -163,10 +163,11 @@ class Evidence:
             self.leave_out(self.calls.outside())
             self.calls = None
         mine = self.updated_by(optimizer)
-        elsewhere, (held, counted) = self.backend.gradients(mine), self.strategy.gradients(mine, optimizer)
+        held = [shard.tensor for shard in self.strategy.shards(mine, optimizer) if shard.kind == "gradient"]
+        held += self.backend.gradients(mine)
         dtypes = self.record["dtypes"]
-        dtypes["gradients"] = summed([dtypes["gradients"], counted, elements(elsewhere)])
-        self.gradient_bytes += size(elsewhere) + size(held)
+        dtypes["gradients"] = summed([dtypes["gradients"], elements(held)])
+        self.gradient_bytes += size(held)
 
     def leave_out(self, outside: dict[str, nn.Module]) -> None:
         """Counts as not converted what has computed outside FP8 before the first update. outside: {name: layer}. Raises
@@ -196,7 +197,7 @@ class Evidence:
         self.stepped.add(id(optimizer))
         if len(self.stepped) < len(self.optimizers):
             return
-        kinds = ("weight", "gathered", "master", "optimizer", "counter", "class")
+        kinds = ("weight", "gradient", "gathered", "master", "optimizer", "counter", "class")
         held: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
         states: dict[str | None, list[torch.Tensor]] = {}  # {key of the optimizer's state: its tensors}
         for optimizer in self.optimizers:
@@ -236,8 +237,6 @@ class Evidence:
             whole[key] = sizes[key]
         if "weight" not in sharded:
             whole_counts["parameters"] = counts["parameters"]
-        if self.strategy.gradients_counted_whole:
-            whole_counts["gradients"] = counts["gradients"]
         most = {key: max(part[1][key] for part in everyone) for key in sizes}
         self.record["share_per_process"] = {key: round(most[key] / whole[key], 4) for key in whole if whole[key]}
         return whole_counts, whole

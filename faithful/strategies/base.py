@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
 from faithful.tensors import low_bit
-from faithful.tensors.names import elements, local, parameters_of, plain_names, unwrapped
+from faithful.tensors.names import local, parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
     from accelerate.utils import AutocastKwargs, GradScalerKwargs
@@ -30,9 +30,9 @@ Pieces = dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]  # see Strat
 class Shard(NamedTuple):
     """A live tensor that this process holds of a parameter: all of it, or its shard.
 
-    kind: `weight`; `master`, a copy in higher precision, which is then what the optimizer updates; `gathered`, full
-    weights in addition to shards; `optimizer`, a state of the optimizer; `counter`, a state without dimensions; or
-    `class`, the class of a low-bit state (low_bit.py).
+    kind: `weight`; `gradient`; `master`, a copy in higher precision, which is then what the optimizer updates;
+    `gathered`, full weights in addition to shards; `optimizer`, a state of the optimizer; `counter`, a state without
+    dimensions; or `class`, the class of a low-bit state (low_bit.py).
     key: of the optimizer's state, such as exp_avg; else None.
     """
 
@@ -90,7 +90,7 @@ class Strategy:
     must_shard = False  # whether a run in which nothing is sharded is refused
     # keys of bytes_per_parameter
     sharded_kinds: tuple[str, ...] = ("weight", "gradient", "gathered", "master", "optimizer")
-    gradients_counted_whole = False  # whether `gradients` counts whole gradients, before they are sharded
+    saved_kinds: tuple[str, ...] = ("weight", "optimizer", "counter", "class")  # what a checkpoint holds of `shards`
     same_batch = False  # whether all processes compute the same batch
     exchanges_in_passes = False  # whether processes exchange in each pass, so that all need the same number of them
     keeps_masters = False  # whether the optimizer updates fp32 copies of the weights, whatever dtype the model has
@@ -204,22 +204,15 @@ class Strategy:
         """The {name: parameter} that this process counts. One process counts a parameter that several hold whole."""
         return parameters
 
-    def gradients(
-        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> tuple[list[torch.Tensor], dict[str, int]]:
-        """(the gradient tensors that this process holds before the first update, {dtype: elements} of the gradients).
-        The backend counts amp8's layers."""
-        shards = {name: getattr(parameter, "_local_tensor", parameter) for name, parameter in parameters.items()}
-        plain = [parameters[name] for name, shard in shards.items() if not hasattr(shard, "amp8_linear")]
-        held = [local(parameter.grad) for parameter in plain if parameter.grad is not None]
-        return held, elements(held)
-
     def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
-        """Yields a Shard for each tensor that this process holds of `parameters`, {name: parameter}, and of their state
-        in `optimizer`, which may be None. Evidence adds them up, a checkpoint is made of them."""
+        """Yields a Shard for each tensor that this process holds of `parameters`, {name: parameter}, of their gradients
+        and of their state in `optimizer`, which may be None. Evidence adds them up, a checkpoint is made of them."""
         states = self.torch_optimizer(optimizer).state if optimizer else {}
         for name, parameter in parameters.items():
             yield Shard("weight", name, None, local(parameter))
+            of_a_level = hasattr(getattr(parameter, "_local_tensor", parameter), "amp8_linear")
+            if parameter.grad is not None and not of_a_level:  # whose gradient the backend knows
+                yield Shard("gradient", name, None, local(parameter.grad))
             for key, value in states.get(parameter, {}).items():
                 if torch.is_tensor(value):
                     for inner, tensor in low_bit.parts_of(key, value).items():
@@ -232,8 +225,8 @@ class Strategy:
     def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
         """{place in a checkpoint: what this process holds}, live: weights, buffers, the state of the optimizer, if it
         has one."""
-        parts = buffers_by_place(model)
-        parts |= {shard.place: shard.tensor for shard in self.shards(dict(parameters_of(model)), optimizer)}
+        parts, shards = buffers_by_place(model), self.shards(dict(parameters_of(model)), optimizer)
+        parts |= {shard.place: shard.tensor for shard in shards if shard.kind in self.saved_kinds}
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()

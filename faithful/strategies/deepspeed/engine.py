@@ -29,24 +29,6 @@ def zero_of(optimizer: torch.optim.Optimizer) -> Zero:
     return zero if type(zero).__name__.startswith("DeepSpeedZeroOptimizer") else None
 
 
-def count_gradients(zero: Zero, model: nn.Module) -> None:
-    """Counts the elements of the gradients by dtype, in `zero.seen_gradients`, until `zero.forget()` is called. In
-    hooks, because the engine frees `.grad` at once."""
-    zero.seen_gradients = {}
-
-    def count(gradient: torch.Tensor) -> None:
-        dtype = str(gradient.dtype)[6:]
-        zero.seen_gradients[dtype] = zero.seen_gradients.get(dtype, 0) + gradient.numel()
-
-    hooks = [parameter.register_hook(count) for parameter in model.parameters() if parameter.requires_grad]
-
-    def forget() -> None:
-        while hooks:
-            hooks.pop().remove()
-
-    zero.forget = forget
-
-
 class Scaler:
     """The engine's dynamic loss scale with the interface of torch's GradScaler."""
 

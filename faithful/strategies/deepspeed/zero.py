@@ -51,7 +51,6 @@ from faithful.strategies.deepspeed.engine import (
     Scaler,
     Zero,
     added_up,
-    count_gradients,
     fragment,
     gathered,
     gradient_norm,
@@ -81,7 +80,7 @@ class ZeRO(GradientsElsewhere, Strategy):
     """Stages 1, 2 and 3. Accelerate and DeepSpeed read the stage from the launcher's environment."""
 
     distributed_types = ("DEEPSPEED",)
-    gradients_counted_whole = True  # by hooks, before the engine partitions and frees them
+    saved_kinds = ("master", "optimizer", "counter")
     gradients_elsewhere = "DeepSpeed's gradients"
     any_number_of_processes = True
     model_keeps_run = False  # Python's collector does not see the hooks by which the engine holds itself and the model
@@ -195,7 +194,6 @@ class ZeRO(GradientsElsewhere, Strategy):
     def after_prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
         engine: Any = model
         zero = zero_of(optimizer)
-        count_gradients(zero, model)
         held = zero.held = Held(zero, engine.module)
         held.fragments = Fragments(zero, held.reached)
         clip_as_configured(zero)
@@ -297,27 +295,13 @@ class ZeRO(GradientsElsewhere, Strategy):
     def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         return f", {record.get('share_per_process', {}).get('optimizer', 1):.0%} of the optimizer state each"
 
-    def gradients(
-        self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
-    ) -> tuple[list[torch.Tensor], dict[str, int]]:
-        """As in Strategy. The elements are those of the backward pass, before the engine partitions and frees them."""
-        zero = zero_of(optimizer)
-        zero.forget()
-        # Where the engine keeps gradients depends on the stage, on the dtype and on offloading: in a list for each
-        # group, in `.grad` of the 16-bit parameters, or in `.grad` of the flat masters.
-        lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
-        kept = [tensor for tensors in lists for tensor in tensors if tensor is not None]
-        with zero.held.working():
-            kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
-        kept += [flat.grad for flat in masters(zero) if flat.grad is not None]
-        return kept, dict(zero.seen_gradients)
-
     def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
         """As in Strategy, without padding."""
         if optimizer is None:  # a model that DeepSpeed does not train, and each process holds whole
             yield from super().shards(parameters, None)
             return
         zero = zero_of(optimizer)
+        yield from (Shard("gradient", "", None, gradient) for gradient in gradients(zero))
         for name, parameter in parameters.items():
             if stage(zero) < 3:
                 yield Shard("weight", name, None, parameter)
@@ -343,9 +327,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             if not zero.held.has(parameter):
                 whole = gathered(parameter).flatten()
                 parts[tensor_keys.weight(name)] = whole if dist.get_rank() == 0 else whole[:0]
-        for shard in self.shards(parameters, optimizer):
-            if shard.kind in ("master", "optimizer", "counter"):
-                parts[shard.place] = shard.tensor
+        shards = self.shards(parameters, optimizer)
+        parts |= {shard.place: shard.tensor for shard in shards if shard.kind in self.saved_kinds}
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
@@ -394,6 +377,16 @@ class ZeRO(GradientsElsewhere, Strategy):
         if self.plan.ram_efficient and (said := meta_init.explain(error, "zero3_init_flag")):
             return said
         return guard.in_two_dtypes(error, f"under {self.plan.strategy} DeepSpeed holds the weights in 16 bit")
+
+
+def gradients(zero: Zero) -> list[torch.Tensor]:
+    """Those that the engine holds. Where depends on the stage, on the dtype and on offloading: in a list for each
+    group, in `.grad` of the 16-bit parameters, or in `.grad` of the flat masters."""
+    lists = [tensors for tensors in zero.averaged_gradients.values() if tensors]
+    kept = [tensor for tensors in lists for tensor in tensors if tensor is not None]
+    with zero.held.working():
+        kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
+    return kept + [flat.grad for flat in masters(zero) if flat.grad is not None]
 
 
 def refuse_optimizers_of_matrices(plan: "Plan", optimizer: torch.optim.Optimizer) -> None:
