@@ -430,6 +430,8 @@ def unsound(folder: Path, rank: int = 0, processes: int = 1) -> str | None:
     byte; of several processes each reads the files of its rank, and the first one those of no rank too."""
     try:
         return damage(folder, rank, processes)
+    except readers.Damaged as error:
+        return str(error)
     except OSError as error:
         return f"it cannot be read ({error.strerror or error})"
 
@@ -440,8 +442,8 @@ def damage(folder: Path, rank: int, processes: int) -> str | None:
         manifest = manifest_of(folder)
     except names.Unsafe as error:
         return f"its {MANIFEST} is none of ours: {error}"
-    except DAMAGE as error:
-        return str(error) if isinstance(error, readers.Damaged) else f"no readable {MANIFEST} ({type(error).__name__})"
+    except OSError as error:
+        return f"no readable {MANIFEST} ({type(error).__name__})"
     absent = {name for name in {*manifest, STATE} if not (folder / name).is_file()}
     if missing := sorted(name for name in absent if "keeper" not in manifest.get(name, {})):
         return f"files {missing} are missing"
@@ -456,6 +458,7 @@ def damage(folder: Path, rank: int, processes: int) -> str | None:
         mine = (int(own[1]) if own else first) % processes == rank
         if not is_as_written(folder / name, wanted, check_hash=mine):
             return f"{name} is not what was written" + (f" by rank {own[1]}" if own else "")
+    state_of(folder, AGE)  # raises Damaged: a forger's manifest has the right hash
     return None
 
 
