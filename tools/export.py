@@ -231,8 +231,8 @@ def from_levels(parts: list[Part]) -> Loads:
 @contextlib.contextmanager
 def written_whole(output: Path) -> Iterator[Path]:
     """Yields the path of a temporary file that becomes `output` at the end: a reader sees all of it or nothing."""
+    cli.make_folder(output.parent)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
         with replacing.replaced(output) as temporary:
             yield temporary
     except OSError as error:

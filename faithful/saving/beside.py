@@ -16,7 +16,7 @@ from torch import nn
 
 from faithful.disk.names import inside
 from faithful.disk.readers import value_of
-from faithful.disk.replacing import replaced
+from faithful.disk.replacing import remove, replaced
 from faithful.disk.tensor_files import TensorFile
 from faithful.tensors.names import unwrapped
 
@@ -81,7 +81,7 @@ def write_timm(model: nn.Module, folder: Path, facts: dict[str, Any]) -> None:
             made["pretrained_cfg"].pop(key, None)
         temporary.write_text(json.dumps(made, indent=2) + "\n")
     if shapes_of(made) != shapes_in(folder):
-        (folder / CONFIG).unlink()
+        remove(folder / CONFIG)
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, list[int]] | None:
