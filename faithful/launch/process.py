@@ -387,9 +387,11 @@ def print_error_line(
         if print_error:
             ignore_ctrl_c()
         if settings.rank() == 0 and not (run and run.stopping):
-            print(f"interrupted: {run.how_to_go_on() if run else 'nothing was saved'}", file=sys.stderr, flush=True)
+            where = deadline.left() if stop_asked else ""
+            how = run.how_to_go_on() if run else "nothing was saved"
+            print(f"interrupted: {where}{how}", file=sys.stderr, flush=True)
     elif error and error.startswith((ENDED, SILENT)):
-        if first_of_machine():
+        if first_of_machine() and (error == ENDED or error.startswith(SILENT)):
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif print_error:
         print_error(problem)
