@@ -361,11 +361,7 @@ class State:
 def updated(
     history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `scaling.update_window_` makes of history [layers, length, slots], scale and updates [layers, slots]."""
-    history, scale, updates = history.clone(), scale.clone(), updates.clone()
-    for slot, dtype in enumerate(dtypes):
-        scaling.update_window_(history[:, :, slot].T, scale[:, slot], updates[:, slot], dtype)
-    return history, scale, updates
+    return scaling.updated_window(history, scale, updates, dtypes)
 
 
 def state_of(model: nn.Module) -> State:

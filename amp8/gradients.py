@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from . import kernels, scaling
 from .coded import CodedWeight, CodesRead
+from .compiled import compiled_on_cuda
 from .grad_view import FP8Gradient
 from .tensors import linear_of
 
@@ -50,14 +51,15 @@ def quantize_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return scaling.quantize(gradient, scale, scaling.E4M3), scale
 
 
-def norms(codes: list[torch.Tensor]) -> torch.Tensor:
-    """2-norm of each tensor of FP8 codes in a list, fp32 [length]. In slices, so that little is fp32 at one time."""
+def squares(codes: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of each tensor of FP8 codes in a list, fp32 [length]. In slices, so that little is fp32 at
+    one time."""
     if kernels.fits(codes[0].device):
-        return kernels.squares(codes).sqrt()
+        return kernels.squares(codes)
     found = []
     for tensor in codes:
         parts = tensor.reshape(-1).split(CHUNK)
-        found.append(torch.stack([scaling.decode(part).square().sum() for part in parts]).sum().sqrt())
+        found.append(torch.stack([scaling.decode(part).square().sum() for part in parts]).sum())
     return torch.stack(found)
 
 
@@ -407,20 +409,20 @@ def clip_grad_norm_(
     shards = [gradient.to_local() for gradient in sharded]
     # pyrefly: ignore[missing-attribute]
     device = next((t.device for t in [*(g.codes for g in converted), *ordinary, *parameters]), torch.device("cpu"))
-    total = torch.zeros((), device=device)
+    parts = sum_of_squares(shards, device)
     if converted:
-        found = norms([gradient.codes for gradient in converted])  # pyrefly: ignore[bad-argument-type]
-        total += (found / torch.stack([gradient.scale for gradient in converted])).square().sum()
-    total += sum_of_squares(shards, device)
+        found = squares([gradient.codes for gradient in converted])  # pyrefly: ignore[bad-argument-type]
+        parts.append(descaled(found, torch.stack([gradient.scale for gradient in converted])))
     groups = [state.group for state in states if state.sharded or state.fsdp_group is not None]
     groups += [gradient.device_mesh.get_group(gradient.device_mesh.ndim - 1) for gradient in sharded]
+    if groups:
+        parts = [torch.stack(parts).sum() if parts else torch.zeros((), device=device)]
     for group in dict.fromkeys(groups):
-        dist.all_reduce(total, group=group)
-    total += sum_of_squares(ordinary, device)
-    total = total.sqrt()
+        dist.all_reduce(parts[0], group=group)
+    parts += sum_of_squares(ordinary, device)
+    total, factor = clipping(torch.stack(parts) if parts else torch.zeros(1, device=device), max_norm)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the gradient's norm is {total.item()}: look for the step that made it so, or lower the LR")
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     # All at once, because a GPU's host would launch a kernel for each.
     scales = torch._foreach_div([gradient.scale for gradient in converted], factor) if converted else ()
     for gradient, scale in zip(converted, scales, strict=True):
@@ -442,10 +444,28 @@ def hooks_of(weight: torch.Tensor) -> tuple[tuple[Callable[..., Any], ...], tupl
     return tuple((before or {}).values()), tuple((after or {}).values())
 
 
-def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | float:
-    """The sum of squares of ordinary gradients, in fp32."""
+def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """[the sum of squares of ordinary gradients, in fp32], or nothing where there are none."""
     if not gradients:
-        return 0.0
+        return []
     real = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
     found = torch._foreach_norm([gradient.detach().float() for gradient in real])
-    return torch.stack([norm.to(device) for norm in found]).square().sum()
+    return [total_of(torch.stack([norm.to(device) for norm in found]))]
+
+
+@compiled_on_cuda
+def total_of(norms: torch.Tensor) -> torch.Tensor:
+    return norms.square().sum()
+
+
+@compiled_on_cuda
+def descaled(squares: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The sum of the squares of tensors that are codes / scale, from those of the codes."""
+    return (squares.sqrt() / scales).square().sum()  # the square of a scale may overflow
+
+
+@compiled_on_cuda
+def clipping(squares: torch.Tensor, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm whose square is the sum of `squares`, the factor that brings it to `max_norm`)."""
+    total = squares.sum().sqrt()
+    return total, (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -44,6 +44,7 @@ SLICE = 1 << 17  # elements that a CPU updates at one time: their fp32 copies st
 
 
 Flat = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]  # see Adam.slices
+Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # see Adam.update
 
 
 class Adam(torch.optim.Optimizer):
@@ -185,11 +186,10 @@ class Adam(torch.optim.Optimizer):
         gradients = [local(p.grad) for p in parameters]  # pyrefly: ignore[bad-argument-type]
         g_amax = self.model_state.largest(amaxes_of(gradients))
         coupled = group["weight_decay"] and not group["decoupled_weight_decay"]  # the decay is part of the gradient
-        w_amax = self.model_state.largest(amaxes_of(weights)) if coupled else torch.zeros_like(g_amax)
-        one = torch.ones_like(g_amax)
+        w_amax = self.model_state.largest(amaxes_of(weights)) if coupled else None
         starts = [start_of(parameter) for parameter in parameters]
         numbers = [self.numbers[id(parameter)] for parameter in parameters]
-        self.update(group, weights, states, gradients, (one, one, one), (w_amax, g_amax), None, starts, numbers)
+        self.update(group, weights, states, gradients, None, (w_amax, g_amax), None, starts, numbers)
 
     def step_converted(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Updates converted weights. Under O3 it updates the master and makes the FP8 weight from it."""
@@ -215,7 +215,7 @@ class Adam(torch.optim.Optimizer):
         copies = [linear.codes if has_master else None for linear in linears]  # in FP8, of the masters
         gradients: list[torch.Tensor] = [linear.gradient.codes for linear in linears]  # pyrefly: ignore[bad-assignment]
         # Under fully_shard a gradient that somebody has changed may have a scale of its own on each rank.
-        amaxes = (w_amax, self.model_state.largest(scaling.dtype_max(scaling.E4M3) / g_scales))
+        amaxes = (w_amax, self.model_state.largest(torch.tensor(scaling.dtype_max(scaling.E4M3)) / g_scales))
         starts = [0 if linear.sharding is None else linear.sharding.piece.start for linear in linears]
         numbers = [self.numbers[id(parameter)] for parameter in parameters]
         new, copy_scales, w_amax = self.update(
@@ -234,24 +234,25 @@ class Adam(torch.optim.Optimizer):
         weights: list[torch.Tensor],
         states: list[dict[str, torch.Tensor]],
         gradients: list[torch.Tensor],
-        scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        amaxes: tuple[torch.Tensor, torch.Tensor],
+        scales: Scales | None,
+        amaxes: tuple[torch.Tensor | None, torch.Tensor],
         copies: list[torch.Tensor | None] | None,
         starts: list[int],
         parameter_numbers: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One step of `weights`, in place. scales: of the weights, of the gradients and of the weights' FP8 copies,
-        [number of weights] each; amaxes: of the weights and of the gradients; copies: None for ordinary parameters,
-        which have no scale. starts: under fully_shard, where in the whole weight each begins. parameter_numbers: which
-        parameters of the optimizer they are. Returns the weights' new scales, those of their FP8 copies, and the
-        weights' new largest magnitudes. Where `found_inf` is 1 these and the moments' are the old ones."""
+        [number of weights] each; amaxes: of the weights, where they are needed, and of the gradients. scales and copies
+        are None for ordinary parameters, which have no scale. starts: under fully_shard, where in the whole weight each
+        begins. parameter_numbers: which parameters of the optimizer they are. Returns the weights' new scales, those of
+        their FP8 copies, and the weights' new largest magnitudes. Where `found_inf` is 1 these and the moments' are the
+        old ones."""
         for state in states:
             state["step"] += 1
         keys, of_moments = ("exp_avg_scale", "exp_avg_sq_scale", "amax"), None
         kept = [[state[key] for state in states] for key in keys] if "amax" in states[0] else []
         if kept:
             of_moments = *stacked(*kept[:2]), torch.stack(kept[2])
-        numbers = numbers_of_step(group, states, scales, amaxes, of_moments, copies is not None, self.found_inf)
+        numbers = numbers_of_step(group, states, scales, amaxes, of_moments, self.found_inf)
         copies = [None if copy is None else flat(copy) for copy in copies or [None] * len(weights)]
         # pyrefly: ignore[bad-assignment]
         flats: list[Flat] = [
@@ -263,7 +264,8 @@ class Adam(torch.optim.Optimizer):
         found = self.slices(flats, numbers, seeds, starts, bool(group["decoupled_weight_decay"]))
         found = self.model_state.largest(found)
         if self.found_inf is not None:
-            old = torch.cat([amaxes[0][:, None], found[:, 1:] if of_moments is None else of_moments[2]], 1)
+            old_w = found[:, :1] if amaxes[0] is None else amaxes[0][:, None]
+            old = torch.cat([old_w, found[:, 1:] if of_moments is None else of_moments[2]], 1)
             found = torch.where(self.found_inf.reshape(()) != 0, old, found)
         new_w, new_m, new_v, new_copy = numbers[:, W_OUT:].unbind(1)
         if kept:
@@ -278,11 +280,10 @@ class Adam(torch.optim.Optimizer):
         largest magnitudes of the new w, m and v of each: fp32 [tensors, 3]. On a GPU in one kernel, on a CPU a slice of
         a tensor at a time."""
         device, noisy = numbers.device, self.model_state.stochastic_rounding
-        found = [torch.zeros(3, device=device)] * len(flats)
-        some = [i for i, (weight, *_) in enumerate(flats) if len(weight)]  # a shard may have no row of a small tensor
         if kernels.fits(device):
             return kernels.adam(flats, numbers, seeds, starts, decoupled, noisy, self.found_inf)
-        for i in some:
+        found = [torch.zeros(3, device=device)] * len(flats)
+        for i in (i for i, (weight, *_) in enumerate(flats) if len(weight)):  # a shard may have none of its rows
             found_in, row = [], numbers[i].unbind()
             for first in range(0, flats[i][0].numel(), SLICE):
                 parts = [None if t is None else t[first : first + SLICE] for t in flats[i]]
@@ -360,15 +361,14 @@ def stacked(*lists: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 def numbers_of_step(
     group: dict[str, Any],
     states: list[dict[str, torch.Tensor]],
-    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    amaxes: tuple[torch.Tensor, torch.Tensor],
+    scales: Scales | None,
+    amaxes: tuple[torch.Tensor | None, torch.Tensor],
     of_moments: tuple[torch.Tensor, ...] | None,
-    coded: bool,
     found_inf: torch.Tensor | None,
 ) -> torch.Tensor:
     """The numbers of the parameters' step, fp32 [parameters, 16]: see the columns above. scales, amaxes: as `update`
-    takes them. of_moments: None where they are plain, else their scales [parameters] each and their amaxes
-    [parameters, 2]. coded: whether the weights are codes, and get new scales."""
+    takes them; weights with scales are codes, and get new ones. of_moments: None where they are plain, else their
+    scales [parameters] each and their amaxes [parameters, 2]."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, decay = group["lr"], group["weight_decay"]
     if on_device := isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
@@ -377,28 +377,29 @@ def numbers_of_step(
     constants.append(0 if on_device else float(lr))
     steps = [state["step"].item() for state in states]
     rows = [[1 - beta1**t, math.sqrt(1 - beta2**t), *constants] for t in steps]
-    of_step = without_waiting(torch.tensor(rows, dtype=torch.float32), scales[0].device)
+    of_step = without_waiting(torch.tensor(rows, dtype=torch.float32), amaxes[1].device)
     coupled = bool(decay and not group["decoupled_weight_decay"])
     return numbers_of(of_step, lr if on_device else None, scales, amaxes, of_moments, found_inf,
-                      coded, coupled, bool(group["maximize"]))  # fmt: skip
+                      coupled, bool(group["maximize"]))  # fmt: skip
 
 
 @compiled_on_cuda
 def numbers_of(
     of_step: torch.Tensor,
     lr: torch.Tensor | None,
-    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    amaxes: tuple[torch.Tensor, torch.Tensor],
+    scales: Scales | None,
+    amaxes: tuple[torch.Tensor | None, torch.Tensor],
     of_moments: tuple[torch.Tensor, ...] | None,
     found_inf: torch.Tensor | None,
-    coded: bool,
     coupled: bool,
     maximize: bool,
 ) -> torch.Tensor:
     """`numbers_of_step` from tensors: of_step [parameters, 10], the constants of Adam; lr: None where they have it."""
-    (w_scale, g_scale, copy_scale), (w_amax, g_amax) = scales, amaxes
+    w_amax, g_amax = amaxes
+    one = torch.ones_like(g_amax)
+    w_scale, g_scale, copy_scale = scales or (one, one, one)
+    w_amax = torch.zeros_like(g_amax) if w_amax is None else w_amax
     bias_m, root_bias_v, beta1, beta2, add_m, add_v, largest, eps, decay, rate = of_step.unbind(1)
-    one = torch.ones_like(w_scale)
     lr = rate if lr is None else one * lr
 
     # A square that overflows fp32 would make v infinite for ever: such a gradient is scaled down as a whole.
@@ -407,7 +408,7 @@ def numbers_of(
     if coupled:
         g_amax = g_amax + decay * w_amax
     w_bound = above(w_amax + lr * root_bias_v / bias_m * largest, torch.float16)
-    new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale) if coded else w_scale
+    new_w = scaling.power_of_two_scale(w_bound, torch.float16, previous=w_scale) if scales else w_scale
     new_copy = scaling.power_of_two_scale(above(w_bound, scaling.E4M3), scaling.E4M3)
     m_scale = v_scale = new_m = new_v = one
     if of_moments is not None:

@@ -16,7 +16,7 @@ FP8-LM (arXiv:2310.18313). Scales that are not powers of two: TransformerEngine'
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -330,18 +330,24 @@ def window_scale(
     return torch.where(updates < window, power_of_two_scale(value, dtype, previous=scale), scale)
 
 
-def update_window_(history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtype: torch.dtype) -> None:
-    """FP8-LM's update, once per optimizer step, in place: a power-of-two scale from the largest amax in the window.
+def updated_window(
+    history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtypes: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8-LM's update, once per optimizer step: a power-of-two scale from the largest amax in the window.
 
-    history [window, *slots], scale and updates [*slots]. An infinite amax is forgotten and sends its slot back to
-    in-time scaling for a whole window, and so does a window of nothing but zeros, as of a layer that is not used yet.
+    history [..., window, slots], scale and updates [..., slots]: returns what they become. dtypes: of each slot. An
+    infinite amax is forgotten and sends its slot back to in-time scaling for a whole window, and so does a window of
+    nothing but zeros, as of a layer that is not used yet.
     """
-    overflow = ~torch.isfinite(history[0])
-    history[0].masked_fill_(overflow, 0)
-    scale.copy_(power_of_two_scale(history.amax(0), dtype, previous=scale))
-    updates.add_(1).masked_fill_(overflow | (history.amax(0) == 0), 0)
-    history.copy_(history.roll(1, 0))
-    history[0].zero_()
+    last = history[..., :1, :]
+    overflow = ~torch.isfinite(last)
+    known = torch.cat([last.masked_fill(overflow, 0), history[..., 1:, :]], -2)
+    amax = known.amax(-2)
+    new, slot = scale, torch.arange(len(dtypes), device=scale.device)
+    for i, dtype in enumerate(dtypes):  # not a stack of them, which the compiler writes one by one
+        new = torch.where(slot == i, power_of_two_scale(amax, dtype, previous=scale), new)
+    updates = (updates + 1).masked_fill(overflow.squeeze(-2) | (amax == 0), 0)
+    return torch.cat([torch.zeros_like(last), known[..., :-1, :]], -2), new, updates
 
 
 def update_delayed_(

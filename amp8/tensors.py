@@ -44,8 +44,8 @@ def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([scaling.amax(tensor) for tensor in tensors])
     some = [tensor for tensor in tensors if tensor.numel()]
     norms = iter(torch._foreach_norm(some, math.inf) if some else ())
-    zero = torch.zeros((), device=tensors[0].device)
-    return torch.stack([next(norms).float() if tensor.numel() else zero for tensor in tensors])
+    found = [next(norms).float() if tensor.numel() else tensor.new_zeros((), dtype=torch.float32) for tensor in tensors]
+    return torch.stack(found)
 
 
 def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor | None:

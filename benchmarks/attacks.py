@@ -365,20 +365,23 @@ def operations(every):
     ]
 
 
-def of_machines(every):
+def of_machines(every, scenarios=None, before=()):
     """The row of kills and full disks of two machines with disks of their own: by scenario, fault and operation. Of the
-    scenarios whose operations are those of another one, one of four cases."""
+    scenarios whose operations are those of another one, one of four cases. before: rows, which stay those of the
+    scenarios that are not named."""
     import faulty_io
 
     with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
-        shares = {name: every * 4 if name in faulty_io.SAME else every for name in faulty_io.MACHINES}
+        names = scenarios or faulty_io.MACHINES
+        shares = {name: every * 4 if name in faulty_io.SAME else every for name in names}
         found = [row for name, of in shares.items() for row in faulty_io.campaign(folder, [name], of, 7200)]
     for row in found:
         print(*row["wrong"], sep="\n", end="")
     keys = ("scenario", "fault", "operation")
-    row = {"family": DISKS} | counted(found)
-    print(json.dumps(row), flush=True)
-    return row | {"rows": [{key: each[key] for key in keys} | counted([each]) for each in found]}
+    rows = [row for row in before if row["scenario"] not in shares]
+    rows += [{key: each[key] for key in keys} | counted([each]) for each in found]
+    print(json.dumps(counted(found)), flush=True)
+    return {"family": DISKS} | {key: sum(row[key] for row in rows) for key in ("tried", "survived")} | {"rows": rows}
 
 
 def at_bounds():
@@ -542,10 +545,12 @@ def family(name, words):
     return row
 
 
-def again(names, every, output):
-    """Runs these families, and writes their rows in the place of those in the output file."""
+def again(names, every, scenarios, output):
+    """Runs these families, and writes their rows in the place of those in the output file. scenarios: of two machines'
+    saves, those to run, or all."""
     here = {key: value for key, value in origin(("accelerate",)).items() if key in ("date", "versions", "device")}
-    own = {DISKS: lambda: of_machines(every), BOUNDS: at_bounds}
+    old = {row["family"]: row for row in made(output)["families"]} if output else {}
+    own = {DISKS: lambda: of_machines(every, scenarios, old.get(DISKS, {"rows": ()})["rows"]), BOUNDS: at_bounds}
     rows = {name: (own[name]() if name in own else family(name, FAMILIES[name])) | here for name in names}
     if output:
         before = made(output)
@@ -567,9 +572,10 @@ def main():
         help="only their rows; the rest is in the output file",
     )
     parser.add_argument("--every", type=int, default=1, help="let one of this many file operations fail")
+    parser.add_argument("--scenarios", nargs="+", help=f"of {DISKS}, as tests/faulty_io.py names them: only these")
     args = parser.parse_args()
     if args.families:
-        return again(args.families, args.every, args.output)
+        return again(args.families, args.every, args.scenarios, args.output)
     now = thirteen(args.checkout.resolve(), args.only)
     if not args.output:
         return

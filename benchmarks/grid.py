@@ -3,6 +3,7 @@
     python benchmarks/grid.py                           writes results/grid.json, a cell at a time
     python benchmarks/grid.py tp_bf16 'zero*'           these configs again; other cells of the file stay
     python benchmarks/grid.py --reports                 writes results/reports.json: tests/scripts/reports.py's rows
+    python benchmarks/grid.py --reports --rows 'partial*'   these rows again
 
 A cell is six optimizer steps of a small Llama, and three more from the checkpoint of step 3. Its reference is one
 process of the same precision and level with the same global batch. As that is rounded elsewhere, each loss and gradient
@@ -141,12 +142,13 @@ def all_cells(names, before):
             yield {"mistakes": wrong, "cells": [*rows.values()]}
 
 
-def all_reports(names, before):
-    """The same for the scripts of reports."""
+def all_reports(names, before, pattern):
+    """The same for the scripts of reports whose names match."""
+    scripts = fnmatch.filter([*reports.REPORTS, *reports.ALONE], pattern)
     rows = {(row["config"], row["name"]): row for row in before["cells"]}
     for config in filter(names.__contains__, OF_REPORTS):
         with tempfile.TemporaryDirectory() as folder:
-            for row in reports.outcomes([*reports.REPORTS, *reports.ALONE], config, Path(folder)):
+            for row in reports.outcomes(scripts, config, Path(folder)):
                 rows[config, row["name"]] = {"config": config} | row
                 print(json.dumps(rows[config, row["name"]]), flush=True)
                 yield {"cells": [*rows.values()]}
@@ -156,6 +158,7 @@ def main():
     parser = arguments(__doc__)
     parser.add_argument("configs", nargs="*", default=["*"], help="names, or patterns; default: all")
     parser.add_argument("--reports", action="store_true", help="the scripts of reports, in place of the grid")
+    parser.add_argument("--rows", default="*", help="those scripts alone whose names match")
     args = parser.parse_args()
     import deepspeed  # noqa: F401  once, and not in each rank
     import torchao  # noqa: F401
@@ -165,7 +168,7 @@ def main():
     names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in args.configs)]
     file = ROOT / "results" / ("reports.json" if args.reports else "grid.json")
     before = made(file, command=None, cells=[])
-    for found in (all_reports if args.reports else all_cells)(names, before):
+    for found in all_reports(names, before, args.rows) if args.reports else all_cells(names, before):
         save(file, {"command": command(before["command"])} | found, ("accelerate", "deepspeed", "torchao"))
 
 

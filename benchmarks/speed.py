@@ -209,7 +209,7 @@ def updating(layers=225, window=16):
         each = lambda *more: torch.empty(layers, *more)  # noqa: E731
         step = each(10), None, (each(), each(), each()), (each(), each()), (each(), each(), each(2)), torch.empty(())
         delayed = each(window, 2), each(2), torch.empty(layers, 2, dtype=torch.int32)
-    numbers = lambda *inputs: optimizer.numbers_of.__wrapped__(*inputs, True, False, False)  # noqa: E731
+    numbers = lambda *inputs: optimizer.numbers_of.__wrapped__(*inputs, False, False)  # noqa: E731
     scales = lambda *inputs: convert.updated.__wrapped__(*inputs, (scaling.E4M3, scaling.E5M2))  # noqa: E731
     return {"numbers of Adam": kernels(numbers, *step), "delayed scales": kernels(scales, *delayed)}
 

@@ -74,8 +74,8 @@ class Accelerator(accelerate.Accelerator):
             patches.ignore_warning("'pin_memory' argument is set as true but no accelerator is found")
         if self.plan.rehearsal and self.plan.precision != "fp32":
             cpu_matmul.start()
-        self.strategy.started(self.session())
-        if scaler := self.backend.started(self.scaler_handler):
+        of_strategy, of_backend = self.strategy.started(self.session()), self.backend.started(self.scaler_handler)
+        if scaler := of_strategy or of_backend:
             self.native_amp, self.scaler = True, scaler
         self.models: list[PreparedModel] = []
         self.preparing = False  # whether this is inside `prepare`
@@ -121,7 +121,8 @@ class Accelerator(accelerate.Accelerator):
     def session(self) -> Session:
         """What the strategy sees of this run. Nothing keeps it: it refers to this object."""
         rank, main = self.process_index, self.is_main_process
-        return Session(self.plan, self.device, rank, main, self.note, self.autocast_handler, self.split_batches)
+        scripts = self.autocast_handler, self.scaler_handler, self.split_batches
+        return Session(self.plan, self.device, rank, main, self.note, *scripts)
 
     def project_folder(self, merged: dict[str, Any]) -> tuple[str | Path, str | Path]:
         """Returns (project folder, folder of the record)."""

@@ -13,10 +13,10 @@ CUDA's rules only those written below are known. What a card could still refuse,
 - NCCL is gloo, and each collective is waited for at once. An order of collectives or of communicators that hangs NCCL
   is not seen. A lost process is an error in Python here, where NCCL waits or aborts. Runs have up to four processes:
   what is different with eight is not seen.
-- Compiled code: a block is traced by torch's own compiler at its first call, forward and backward in one graph each,
-  with tensors without values, which must not fail. What runs is the function as it is. Blocks under FSDP2 and other
-  compiled functions are not traced, recompilations and a missing C compiler are not seen. Triton's kernels are replaced by the functions that
-  say what they compute.
+- Compiled code: a block is traced by torch's own compiler at its first call, under FSDP2 with the weights that it has
+  gathered, forward and backward in one graph each, with tensors without values, which must not fail. What runs is the
+  function as it is. Other compiled functions are not traced, recompilations and a missing C compiler are not seen.
+  Triton's kernels are replaced by the functions that say what they compute.
 - Kernels are the CPU's: the same bits in every run, no TF32, and torch's plain attention, so nothing is learned about
   which attention kernel a card would take or refuse. Random numbers are the CPU's too; `torch.cuda.manual_seed` and
   `set_rng_state` do nothing.
@@ -89,7 +89,7 @@ from torch._meta_registrations import _check_scaled_mm_sizes  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, transform_subclass  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from torch.utils.data._utils import pin_memory as data_pinning  # noqa: E402
 
@@ -758,10 +758,12 @@ def compile(function=None, **options):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        alone = isinstance(block, torch.nn.Module) and not hasattr(block, "unshard")  # FSDP2 gathers on the way
-        if alone and type(block) not in traced_kinds and torch.is_grad_enabled():
+        if isinstance(block, torch.nn.Module) and type(block) not in traced_kinds and torch.is_grad_enabled():
             traced_kinds.add(type(block))
-            trace(function, block, args, kwargs)
+            if hasattr(block, "unshard"):  # its parameters are there when FSDP2's hook has gathered them
+                trace_in_forward(block)
+            else:
+                trace(function, block, args, kwargs)
         compiled.append(Traffic((args, kwargs)))
         try:
             out = function(*args, **kwargs)
@@ -794,6 +796,18 @@ def as_compiled():
         yield
 
 
+def trace_in_forward(block):
+    """Traces a block at its next call, inside its hooks."""
+    forward = block.forward
+
+    def once(*args, **kwargs):
+        del block.forward
+        trace(forward, block, args, kwargs)
+        return forward(*args, **kwargs)
+
+    block.forward = once
+
+
 def trace(function, block, args, kwargs):
     """Traces a block's forward and backward pass with torch's own compiler, in one graph, with tensors that say cuda and
     have no values, in the place of the block's own. An exception is one that a GPU would raise."""
@@ -801,6 +815,8 @@ def trace(function, block, args, kwargs):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(leaf):
+        if is_traceable_wrapper_subclass(leaf):  # FP8 weights that torchao's FSDP2 gathers
+            return transform_subclass(leaf, lambda _, inner: fake(inner))
         if not isinstance(leaf, CudaTensor):
             return leaf
         if id(leaf) not in fakes:
@@ -815,7 +831,7 @@ def trace(function, block, args, kwargs):
         for module in block.modules():
             for holder in (vars(module), module._parameters, module._buffers, getattr(module, "ports", {})):
                 for key, value in holder.items():
-                    if isinstance(value, CudaTensor):
+                    if isinstance(value, CudaTensor) or is_traceable_wrapper_subclass(value):
                         put_back.append((holder, key, value))
                         holder[key] = fake(value)
         try:
@@ -826,7 +842,7 @@ def trace(function, block, args, kwargs):
         finally:
             for holder, key, value in put_back:
                 holder[key] = value
-    steps[-1]["traced"].append(type(block).__name__)
+    steps[-1]["traced"].append(type(block).__name__.removeprefix("FSDP"))
 
 
 def replace_kernels():

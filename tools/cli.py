@@ -48,7 +48,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder for what a command writes, before it begins: at its end the work would be lost."""
+    """Makes a folder for what a command writes. Call it before the work, which would be lost at its end."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,6 +57,7 @@ def make_folder(folder: Path) -> None:
 
 def write(path: Path, text: str) -> None:
     """Writes a file that a command leaves, in one step. Raises Refused if it cannot be written."""
+    make_folder(path.parent)
     try:
         replacing.write_text(path, text)
     except OSError as error:

@@ -155,7 +155,7 @@ def launch_all(
     before = f", {finished} of them finished before" if finished else ""
     print(f"{len(wanted)} runs of {file.stem}{before}; in {os.path.relpath(folder)}")
     print(how_long(len(missing), file, options, folder), flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    cli.make_folder(folder)
     begun = time.monotonic()
     for number, launch in enumerate(missing, 1):
         started = time.monotonic()
@@ -275,7 +275,6 @@ def estimator(folder: Path) -> Callable[[dict[str, Any]], dict[str, Any] | None]
         key = sha256(repr((text, options, record["plan"]["num_processes"], by)).encode()).hexdigest()
         if key not in estimates and text and recipe.is_file():
             estimates[key] = estimate_of(record, text, recipe, options)
-            file.parent.mkdir(parents=True, exist_ok=True)
             cli.write(file, json.dumps(estimates, indent=1) + "\n")
         return estimates.get(key)
 

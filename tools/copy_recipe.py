@@ -93,7 +93,7 @@ def wheel(folder: Path) -> str:
     with tempfile.TemporaryDirectory() as source:
         for path, base in files:
             to = source / path.relative_to(base)
-            to.parent.mkdir(parents=True, exist_ok=True)
+            cli.make_folder(to.parent)
             shutil.copyfile(path, to)
         build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
         command = [sys.executable, "-c", build, str(folder.resolve())]
@@ -130,7 +130,7 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
         refuse_plain(source.stem, yml.name, wanted)
     if destination.exists() and any(destination.iterdir()):
         raise Refused(f"{destination} is there and not empty: choose a new folder")
-    destination.mkdir(parents=True, exist_ok=True)
+    cli.make_folder(destination)
     files, packages = needed(source, plain)
     ours = {path for path in files if path.is_relative_to(BESIDE / "faithful")}
     if vendored:
@@ -139,7 +139,7 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
     for path in [*(path for path in files if vendored or path not in ours), yml]:
         base = next((base for base in (ROOT, BESIDE) if path.resolve().is_relative_to(base)), None)
         at = path.resolve().relative_to(base) if base else Path("accelerate_configs", path.name)
-        (destination / at).parent.mkdir(parents=True, exist_ok=True)
+        cli.make_folder((destination / at).parent)
         shutil.copyfile(path, destination / at)
         written.append(at)
     if plain:

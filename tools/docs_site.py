@@ -41,7 +41,7 @@ def gather(folder: Path) -> None:
         copied = folder / path.relative_to(ROOT)
         if copied.exists():
             continue
-        copied.parent.mkdir(parents=True, exist_ok=True)
+        cli.make_folder(copied.parent)
         shutil.copyfile(path, copied)
         if path.suffix == ".md":
             links = (link for link in LINK.findall(path.read_text()) if not OUTSIDE.match(link))

@@ -135,8 +135,8 @@ def plain_tensors(files: list[Path]) -> Loads:
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
     elif any(tensor_keys.kind(name) == tensor_keys.WEIGHT for name in parts[0]):
-        folder = files[0].parent
-        tensors = from_checkpoint(parts, checkpoints.cuts_of(folder) if (folder / checkpoints.STATE).is_file() else {})
+        there = (files[0].parent / checkpoints.STATE).is_file()
+        tensors = from_checkpoint(parts, checkpoints.read_state(files[0].parent)["cuts"] if there else {})
     else:
         tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {
@@ -231,8 +231,8 @@ def from_levels(parts: list[Part]) -> Loads:
 @contextlib.contextmanager
 def written_whole(output: Path) -> Iterator[Path]:
     """Yields the path of a temporary file that becomes `output` at the end: a reader sees all of it or nothing."""
+    cli.make_folder(output.parent)
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
         with replacing.replaced(output) as temporary:
             yield temporary
     except OSError as error:

@@ -293,7 +293,6 @@ def write(comparison: dict[str, Any], folder: str | Path) -> None:
     from tools import drawings  # imports matplotlib
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     table = io.StringIO(newline="")
     spreadsheet(comparison, table)
     cli.write(folder / "report.json", json.dumps(comparison, indent=1) + "\n")

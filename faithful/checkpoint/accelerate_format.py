@@ -39,24 +39,18 @@ def load(strategy: "Strategy", codes: bool, models: list[nn.Module], folder: Pat
         )
     for model, file in zip(models, files, strict=True):
         check_header(file)
-        into(model, file, strategy.replicates)
+        if strategy.replicates:
+            missing, unexpected = load_model(model, file, strict=False)
+        else:
+            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            missing, unexpected = set_model_state_dict(model, dict[str, Any](load_file(file)), options=options)
+        if wrong := [*missing, *unexpected]:
+            raise Refused(
+                f"{file} is of another model: {', '.join(sorted(wrong)[:3])}, ... differ. Build the model as it was"
+            )
     return (
         f"{folder} was written by Accelerate: its weights are loaded. Not read, because they are pickles: "
         f"{', '.join(pickles)}. Optimizers, schedulers, data and random numbers begin anew"
     )
-
-
-def into(model: nn.Module, file: Path, whole: bool) -> None:
-    """whole: whether each process holds the whole model."""
-    if whole:
-        missing, unexpected = load_model(model, file, strict=False)
-    else:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        weights: dict[str, Any] = load_file(file)
-        missing, unexpected = set_model_state_dict(model, weights, options=options)
-    if wrong := [*missing, *unexpected]:
-        raise Refused(
-            f"{file} is of another model: {', '.join(sorted(wrong)[:3])}, ... differ. Build the model as it was"
-        )

@@ -418,23 +418,11 @@ def next_count(output_dir: Path | str) -> int:
 
 
 def candidates(output_dir: Path | str) -> list[Path]:
-    """The checkpoints in the order in which to look for a sound one: the newest first. Before them those whose state is
-    damaged, so that they are named: nothing says how new they are."""
+    """The checkpoints in the order in which to look for a sound one: the newest first. Before them those that were
+    complete and whose state is damaged, so that they are named: nothing says how new they are."""
     for folder in list_checkpoints(output_dir):
         settle(folder)
-    return sorted(list_checkpoints(output_dir), key=lambda folder: not has_damaged_state(folder))
-
-
-def has_damaged_state(folder: Path) -> bool:
-    """Whether a checkpoint that was complete once lacks its state, or has another one than was written."""
-    try:
-        wanted = manifest_of(folder).get(STATE)
-    except DAMAGE:
-        return False
-    try:
-        return wanted is not None and not is_as_written(folder / STATE, wanted)
-    except OSError:
-        return True
+    return sorted(list_checkpoints(output_dir), key=lambda path: age_of(path) >= 0 or not (path / MANIFEST).exists())
 
 
 def unsound(folder: Path, rank: int = 0, processes: int = 1) -> str | None:
@@ -442,6 +430,8 @@ def unsound(folder: Path, rank: int = 0, processes: int = 1) -> str | None:
     byte; of several processes each reads the files of its rank, and the first one those of no rank too."""
     try:
         return damage(folder, rank, processes)
+    except readers.Damaged as error:
+        return str(error)
     except OSError as error:
         return f"it cannot be read ({error.strerror or error})"
 
@@ -452,8 +442,8 @@ def damage(folder: Path, rank: int, processes: int) -> str | None:
         manifest = manifest_of(folder)
     except names.Unsafe as error:
         return f"its {MANIFEST} is none of ours: {error}"
-    except DAMAGE as error:
-        return str(error) if isinstance(error, readers.Damaged) else f"no readable {MANIFEST} ({type(error).__name__})"
+    except OSError as error:
+        return f"no readable {MANIFEST} ({type(error).__name__})"
     absent = {name for name in {*manifest, STATE} if not (folder / name).is_file()}
     if missing := sorted(name for name in absent if "keeper" not in manifest.get(name, {})):
         return f"files {missing} are missing"
@@ -468,6 +458,7 @@ def damage(folder: Path, rank: int, processes: int) -> str | None:
         mine = (int(own[1]) if own else first) % processes == rank
         if not is_as_written(folder / name, wanted, check_hash=mine):
             return f"{name} is not what was written" + (f" by rank {own[1]}" if own else "")
+    state_of(folder, AGE)  # raises Damaged: a forger's manifest has the right hash
     return None
 
 
@@ -541,21 +532,13 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = state_of(folder, {"format": readers.count()})
         if state["format"] != FORMAT:
             raise Refused(
-                f"{folder} was written in format {state['format']}, this version reads {FORMAT}: resume it with the "
+                f"{folder} was written in format {state['format']}, this version reads {FORMAT}: use the "
                 "version that wrote it"
             )
         processes = readers.of_kind(folder / STATE, state, WHOLE)["plan"]["num_processes"]
         within = {"keeper": readers.count(0, processes - 1), "replicas": readers.count(1, processes)}
         return readers.of_kind(folder / STATE, state, within)
     except ValueError as error:
-        raise Refused(f"{error}: take another checkpoint") from None
-
-
-def cuts_of(folder: Path) -> dict[str, int | None]:
-    """{name: dimension along which tensor parallel has split it, or None} in a checkpoint's state. Raises Refused."""
-    try:
-        return state_of(folder, {"cuts": WHOLE["cuts"]})["cuts"]
-    except DAMAGE as error:
         raise Refused(f"{error}: take another checkpoint") from None
 
 

@@ -72,8 +72,8 @@ class RunFolder:
         if not self.agreed and together and several_machines():
             self.agreed = True
             self.take_on_each_disk(resumed)
-        elif self.owned and not self.begun:
-            self.take(resumed)
+        elif self.owned and (problem := self.take(resumed)):
+            raise problem
         if not self.owned or self.begun:
             return None
         self.begun = True
@@ -89,25 +89,32 @@ class RunFolder:
             self.begun, self.kept = False, f"what another run has left there cannot be moved: {problem.strerror}"
             raise
 
-    def take(self, resumed: bool, mark: Path | None = None) -> None:
-        """Makes and locks the folder on this disk."""
-        self.make()
-        self.claim(mark)
-        if not resumed and self.lock is None and self.earlier()[0] == "running":
-            raise Refused(
-                f"{self.shown} holds a run that may still be running (its file system has no locks): "
-                "choose another folder for this one, or delete its run.json if it was killed"
-            )
+    def take(self, resumed: bool, mark: Path | None = None) -> OSError | Refused | None:
+        """Makes and locks the folder on this disk, and the file `mark` in it. Returns why it could not, or None."""
+        try:
+            if not self.begun:
+                self.make()
+                self.claim(mark)
+                if not resumed and self.lock is None and self.earlier()[0] == "running":
+                    raise Refused(
+                        f"{self.shown} holds a run that may still be running (its file system has no locks): "
+                        "choose another folder for this one, or delete its run.json if it was killed"
+                    )
+            if mark:
+                mark.touch()
+        except (OSError, Refused) as problem:
+            return problem
+        return None
 
     def take_on_each_disk(self, resumed: bool) -> None:
         """`take` on each machine that has a disk of its own. Raises Refused on all if one cannot."""
         mark = self.path / f".taken-{uuid.uuid4().hex}"  # whoever sees that of the main process has its disk
-        problem = self.tried(resumed, mark) if self.main else None
+        problem = self.take(resumed, mark) if self.main else None
         [(seen, taken), *_] = launcher.wait_for_all("take the run's folder", [str(mark), problem is None])
         mine, self.path, mark = self.path, Path(seen).parent, Path(seen if self.main else f"{seen}-disk")
         if not self.main and taken and PartialState().is_local_main_process and not checkpoints.sees(Path(seen)):
             self.owned = True
-            problem = self.tried(resumed, mark)
+            problem = self.take(resumed, mark)
             if mine != self.path and checkpoints.sees(mine / Path(seen).name):
                 where = f"{mine} is the folder that the main process has as {self.path}"
                 problem = Refused(f"{where}: give it one name on all machines, by a mount or a symlink")
@@ -121,15 +128,6 @@ class RunFolder:
         self.owned = self.main or (self.owned and not problem)
         if problem and self.main:
             raise problem
-
-    def tried(self, resumed: bool, mark: Path) -> Exception | None:
-        try:
-            if not self.begun:
-                self.take(resumed, None if self.main else mark)
-            mark.touch()
-        except (OSError, Refused) as problem:
-            return problem
-        return None
 
     def earlier(self) -> tuple[str, str, str | None]:
         """(status, time of its start, id) of the run whose record is here. The id is None if it is of an earlier

@@ -194,8 +194,6 @@ class TensorParallelRules(StrategyRules):
                 f"tensor parallel beside data parallel ({settings.mesh}): without FSDP2 Accelerate refuses it, or sums "
                 "no gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"
             )
-        elif settings.precision == "fp16":
-            yield "tp in fp16: torch's gradient scaler does not take split and whole gradients together, use tp_bf16"
         elif settings.precision == "fp8":  # torchao fails, amp8 converts none, emulated TE is in bf16
             yield "tp in fp8: no FP8 layer here takes a weight that is split: use tp_bf16, or fsdp_fp8"
         elif problem := wrong_product(settings):

@@ -4,12 +4,13 @@ twice, control characters. Each function raises Unreadable."""
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from faithful.disk.names import opened, short
+from faithful.disk.names import opened, printable, short
 
 LONGEST = 1 << 16  # bytes of a file
 DEEPEST = 20  # lists and sections inside each other
@@ -49,107 +50,88 @@ def of_json(text: str) -> Any:
         raise Unreadable("begins with a byte order mark, which Accelerate refuses in JSON: save it without")
     if len(text) > LONGEST:
         raise Unreadable(f"cannot be read: it is longer than {LONGEST:,} bytes, which no config is")
-    try:
-        value = json.loads(text, object_pairs_hook=section)
-    except json.JSONDecodeError as error:
-        raise Unreadable(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise too_deep() from None
-    except Unreadable:
-        raise
-    except ValueError as error:  # of int: thousands of digits
-        raise Unreadable(f"cannot be read: {str(error).partition(';')[0]}") from None
-    return checked(value)
-
-
-def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise twice(next(key for key in keys if keys.count(key) > 1))
-    return names
+    return built(lambda: json.loads(text, object_pairs_hook=section))
 
 
 def of_yaml(text: str) -> Any:
-    """The value in a YAML text. Its events are counted before anything is built of them."""
+    """The value in a YAML text."""
+    return built(lambda: yaml.load(text, Loader))
+
+
+def built(load: Callable[[], Any]) -> Any:
+    """What `load` returns, if it can be settings."""
     try:
-        count_events(text)
-        value = yaml.safe_load(text)
+        value = load()
+    except json.JSONDecodeError as error:
+        raise Unreadable(f"not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         said = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
-        raise Unreadable(f"not YAML{where}: {short_line(said)}") from None
+        raise Unreadable(f"not YAML{where}: {printable(said)[:200]}") from None
     except Unreadable:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        # of PyYAML's constructors: a date that there is not, !!bool x, thousands of digits
-        raise Unreadable(f"cannot be read: {short_line(str(error).partition(';')[0])}") from None
+    except RecursionError:
+        raise too_deep() from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # of the constructors: thousands of digits, and in YAML a date that there is not, !!bool x
+        raise Unreadable(f"cannot be read: {printable(str(error).partition(';')[0])[:200]}") from None
     return checked(value)
 
 
-def count_events(text: str) -> None:
-    """Raises Unreadable for a YAML text that would become too much or too deep, or has a key twice."""
-    whole: list[Any] = [0, None, False, None]  # values in it, keys of a section, whether a key comes next, its anchor
-    stack: list[list[Any]] = [whole]
-    sizes: dict[str, int] = {}
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        inner = stack[-1]
-        if isinstance(event, yaml.CollectionEndEvent):
-            _, _, _, anchor = stack.pop()
-            stack[-1][0] += inner[0]
-            if anchor:
-                sizes[anchor] = inner[0]
-        elif isinstance(event, yaml.NodeEvent):
-            if inner[2] and isinstance(event, yaml.ScalarEvent):
-                if event.value in inner[1] and event.value != "<<":
-                    raise twice(event.value)
-                inner[1].add(event.value)
-            inner[2] = inner[1] is not None and not inner[2]
-            if isinstance(event, yaml.CollectionStartEvent):
-                keys = set() if isinstance(event, yaml.MappingStartEvent) else None
-                stack.append([1, keys, keys is not None, event.anchor])
-                if len(stack) > DEEPEST + 1:
-                    raise too_deep()
-            elif isinstance(event, yaml.AliasEvent):
-                in_itself = any(frame[3] == event.anchor for frame in stack)
-                inner[0] += MOST if in_itself else sizes.get(event.anchor, 1)
-            else:
-                inner[0] += 1
-                if event.anchor:
-                    sizes[event.anchor] = 1
-        if sum(frame[0] for frame in stack) > MOST:
-            raise Unreadable(f"holds more than {MOST:,} values, or aliases that make as many")
+def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    refuse_twice([key for key, _ in pairs])
+    return dict(pairs)
 
 
-def checked(value: Any, depth: int = 0) -> Any:
-    """`value`, if it has no number that is too large, no text of more than a line, and is not too deep."""
-    if depth > DEEPEST:
-        raise too_deep()
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            checked(key, depth)
-            checked(inner, depth + 1)
-    elif isinstance(value, list | tuple | set):
-        for inner in value:
-            checked(inner, depth + 1)
-    elif isinstance(value, str) and len(value) > WIDEST:
-        raise Unreadable(f"holds a text of {len(value):,} characters: {short(value)}, which no setting is")
-    elif isinstance(value, str) and not value.isprintable():
-        raise Unreadable(f"holds {short(value)}: write it on one line, without control characters")
-    elif isinstance(value, int) and abs(value) >= GREATEST:
-        raise Unreadable("holds a number of more than 64 bits: write a smaller one")
+class Loader(yaml.SafeLoader):
+    """PyYAML's, for sections in which no key stands twice, and which are merged (`<<`) into no more than MOST."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        made = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in made.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        refuse_twice(keys)
+        return made
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MOST:
+            raise too_many()
+
+
+def refuse_twice(keys: list[Any]) -> None:
+    if len(set(keys)) < len(keys):
+        first = next(key for key in keys if keys.count(key) > 1)
+        raise Unreadable(f"has the key {short(first)} twice in a section: remove one of them")
+
+
+def checked(value: Any) -> Any:
+    """`value`, if it is not too deep or too much, counting what aliases repeat, and has no number that is too large and
+    no text of more than a line."""
+    left, seen = [(value, 0)], 0
+    while left:
+        inner, depth = left.pop()
+        seen += 1
+        if depth > DEEPEST:
+            raise too_deep()
+        if seen > MOST:
+            raise too_many()
+        if isinstance(inner, dict):
+            left += [(each, depth + 1) for pair in inner.items() for each in pair]
+        elif isinstance(inner, list | tuple | set):
+            left += [(each, depth + 1) for each in inner]
+        elif isinstance(inner, str) and len(inner) > WIDEST:
+            raise Unreadable(f"holds a text of {len(inner):,} characters: {short(inner)}, which no setting is")
+        elif isinstance(inner, str) and not inner.isprintable():
+            raise Unreadable(f"holds {short(inner)}: write it on one line, without control characters")
+        elif isinstance(inner, int) and abs(inner) >= GREATEST:
+            raise Unreadable("holds a number of more than 64 bits: write a smaller one")
     return value
+
+
+def too_many() -> Unreadable:
+    return Unreadable(f"holds more than {MOST:,} values, or aliases that make as many")
 
 
 def too_deep() -> Unreadable:
     return Unreadable(f"is nested more than {DEEPEST} levels deep, which no config is")
-
-
-def twice(key: object) -> Unreadable:
-    return Unreadable(f"has the key {short(key)} twice in a section: remove one of them")
-
-
-def short_line(text: str) -> str:
-    """Other people's message, on one line."""
-    return short(text)[1:-1] if not text.isprintable() else text[:200]

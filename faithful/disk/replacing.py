@@ -70,6 +70,11 @@ def move(temporary: Path, path: Path, mode: int) -> None:
     os.replace(temporary, path)
 
 
+def remove(path: Path) -> None:
+    """Deletes a file, where there is one."""
+    path.unlink(missing_ok=True)
+
+
 def write_text(path: Path | str, text: str) -> None:
     """Writes a file in one step."""
     with replaced(path) as temporary:

@@ -7,7 +7,7 @@ Where an index selects along the sharded dimension, torch gathers the tensor and
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -133,10 +133,20 @@ def move_hooks(hooks: Hooks, parameter: torch.Tensor) -> None:
         parameter._post_accumulate_grad_hooks = after
 
 
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Splits tensors into what torch computes with in one call: those that are no DTensors, then the DTensors of each
+    mesh, of fewest dimensions first."""
+    parts: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return [parts[mesh] for mesh in sorted(parts, key=lambda mesh: mesh.ndim if mesh else 0)]
+
+
 def step_in_turn(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer step its DTensors and its tensors in turn, each with a kernel for lists, fused or foreach,
-    which takes no mixture. In between its groups are the script's: a scheduler may hold on to their order."""
-    if len({isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]}) < 2:
+    """Makes the optimizer step its tensors and the DTensors of each mesh in turn, each with a kernel for lists, fused
+    or foreach, which takes no mixture. In between its groups are the script's: a scheduler may hold on to their order.
+    """
+    if len(by_mesh(p for group in optimizer.param_groups for p in group["params"])) < 2:
         return
     whole = []
 
@@ -144,9 +154,7 @@ def step_in_turn(optimizer: torch.optim.Optimizer) -> None:
         whole[:] = optimizer.param_groups
         optimizer.param_groups = []
         for group in whole:
-            shards = [parameter for parameter in group["params"] if isinstance(parameter, DTensor)]
-            others = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
-            optimizer.param_groups += [group | {"params": params} for params in (shards, others) if params]
+            optimizer.param_groups += [group | {"params": params} for params in by_mesh(group["params"])]
 
     def join(*_: object) -> None:
         optimizer.param_groups = list(whole)

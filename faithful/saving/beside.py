@@ -16,7 +16,7 @@ from torch import nn
 
 from faithful.disk.names import inside
 from faithful.disk.readers import value_of
-from faithful.disk.replacing import replaced
+from faithful.disk.replacing import remove, replaced
 from faithful.disk.tensor_files import TensorFile
 from faithful.tensors.names import unwrapped
 
@@ -43,7 +43,8 @@ def write(prepared: nn.Module, folder: Path, facts: Path) -> Saved:
     model: Any = unwrapped(prepared)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     kind = type(model).__name__.removeprefix("FSDP")
-    if of_transformers(model):
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         model.config.architectures = [kind]
         model.config.save_pretrained(folder)
         if model.can_generate():
@@ -53,11 +54,6 @@ def write(prepared: nn.Module, folder: Path, facts: Path) -> Saved:
         write_timm(model, folder, value_of(facts, {}) if facts.is_file() else {})
         return Saved(kind, "timm", "image-classification" if model.num_classes else "image-feature-extraction")
     return Saved(kind)
-
-
-def of_transformers(model: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def task_of(kind: str) -> str | None:
@@ -85,7 +81,7 @@ def write_timm(model: nn.Module, folder: Path, facts: dict[str, Any]) -> None:
             made["pretrained_cfg"].pop(key, None)
         temporary.write_text(json.dumps(made, indent=2) + "\n")
     if shapes_of(made) != shapes_in(folder):
-        (folder / CONFIG).unlink()
+        remove(folder / CONFIG)
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, list[int]] | None:

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import gather_object
 
 from faithful.checkpoint import checkpoints, tensor_keys
 from faithful.disk import names, tensor_files
 from faithful.errors import Refused
-from faithful.tensors.names import parameters_of
 from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
 
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from faithful.training.steps import Steps
 
 STAGED = 64 << 20  # bytes of each of the two buffers through which tensors leave a GPU
-WITH_NAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PLANNED = ("strategy", "num_processes", "precision", "backend", "level", "fp8_options", "skip", "offload", "compile")
 
 
@@ -166,8 +163,6 @@ class RunState:
         if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
             with loading(folder, "the random generators"):
                 set_random_state(mine)
-        if name := not_finite(self.strategy, self.models):
-            note(f"{folder}: the weight {name} holds values that are not finite, as they were saved")
         return saved_by, state["steps"]["micro"]
 
 
@@ -290,19 +285,6 @@ def read_values(
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         kind = type(error).__name__
         raise Refused(f"{folder / checkpoints.STATE} is damaged ({kind}: {error}): take another checkpoint") from None
-
-
-def not_finite(strategy: "Strategy", models: "list[PreparedModel]") -> str | None:
-    """The name of the first weight, on any rank, that is NaN or infinite, or None: the next step would stop, or with
-    FP8 might not."""
-    found = []
-    for prepared in models:
-        every = strategy.shards(dict(parameters_of(prepared.model)), next(iter(prepared.optimizers), None))
-        weights = [shard for shard in every if shard.kind in ("weight", "master")]
-        shards = [shard for shard in weights if shard.tensor.dtype in WITH_NAN and not shard.tensor.is_meta]
-        flags = [shard.tensor.detach().isfinite().all().cpu() for shard in shards]
-        found += [shard.name for shard, finite in zip(shards, flags, strict=True) if not finite]
-    return next(filter(None, gather_object([found[0] if found else None])), None)
 
 
 def compare_numbers(folder: Path, numbers: dict[str, tuple[int, int]]) -> str | None:

@@ -57,6 +57,7 @@ class Session:
     is_main: bool
     note: Callable[[str], None]  # prints and keeps a line
     autocast: "AutocastKwargs | None"  # the script's
+    scaling: "GradScalerKwargs | None"  # the script's
     split_batches: bool  # whether the processes share each batch of a loader
 
 
@@ -107,8 +108,8 @@ class Strategy:
         """Arguments that the plan adds to `Accelerator(...)`. scaling: the script's."""
         return {}
 
-    def started(self, session: Session) -> None:
-        """Called when Accelerate has started."""
+    def started(self, session: Session) -> torch.amp.GradScaler | None:
+        """Called when Accelerate has started. Returns a gradient scaler, if Accelerate's does not do."""
 
     # ---- preparing ----
 

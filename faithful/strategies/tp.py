@@ -6,7 +6,8 @@ all processes, because outputs and gradients of split layers are summed over all
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.state import AcceleratorState
@@ -33,8 +34,10 @@ class TensorParallel(Strategy):
     mixes_dtensors = True
     exchanges_in_passes = True
 
-    def started(self, session: Session) -> None:
+    def started(self, session: Session) -> torch.amp.GradScaler | None:
         compile_for_this_rank(session)
+        if self.plan.precision == "fp16":
+            return Scaler(session.device.type, **(session.scaling.to_kwargs() if session.scaling else {}))
 
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Splits the model, and gives the optimizer the split parameters."""
@@ -70,6 +73,19 @@ class TensorParallel(Strategy):
 
     def explain(self, error: str) -> Refused | None:
         return mixes_shards(error)
+
+
+class Scaler(torch.amp.GradScaler):
+    """torch's, which takes no mixture of DTensors and tensors in one call. Of split gradients a call finds an infinity
+    of any process; whole ones are the same on all."""
+
+    # pyrefly: ignore[bad-override]
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = {}
+        for part in shards.by_mesh(p for group in optimizer.param_groups for p in group["params"]):
+            of_part = super()._unscale_grads_(cast(Any, SimpleNamespace(param_groups=[{"params": part}])), *args)
+            found |= {device: torch.maximum(inf, found.get(device, inf)) for device, inf in of_part.items()}
+        return found
 
 
 def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", device: torch.device) -> None:

@@ -23,7 +23,7 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], at: str) -> Any:
     while at in tensors:  # {"a.b": tensor, "a": {"b": tensor}}
         at += "_"
     if torch.is_tensor(value):
-        tensors[at] = local_copy(value)
+        tensors[at] = value.detach().cpu().contiguous().clone()
         return {"!": "tensor", "at": at}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         tensors[at] = torch.from_numpy(np.array(value))
@@ -45,10 +45,6 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], at: str) -> Any:
         f"save_state: {at} is a {type(value).__name__}, which a checkpoint without a pickle cannot hold: let "
         "state_dict() return numbers, strings, tensors, arrays, and lists and dicts of these"
     )
-
-
-def local_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().clone()
 
 
 def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

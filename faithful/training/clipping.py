@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from faithful import patches
 from faithful.backends.base import Backend
 from faithful.errors import Refused
+from faithful.models.shards import by_mesh
 from faithful.strategies.base import GradientsElsewhere, Strategy
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]  # what torch's functions take
@@ -89,11 +90,8 @@ def combined(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def by_kind(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Splits gradients into DTensors and others: torch does not compute with both in one call."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    sharded = [isinstance(gradient, DTensor) for gradient in gradients]
-    kinds = [[g for g, is_kind in zip(gradients, sharded, strict=True) if is_kind is kind] for kind in (True, False)]
-    return [kind for kind in kinds if kind]
+    """Gradients that torch computes with in one call."""
+    return by_mesh(parameter.grad for parameter in parameters if parameter.grad is not None)
 
 
 def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -164,9 +162,8 @@ def clip_grad_value_(torchs: Callable[..., None], parameters: Parameters, *args:
     parameters = as_list(parameters)
     if norms := owner(parameters):
         norms.refuse_by_value()
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    for kind in {isinstance(p.grad, DTensor) for p in trained}:  # torch takes DTensors or tensors, not both in a call
-        torchs([p for p in trained if isinstance(p.grad, DTensor) is kind], *args, **kwargs)
+    for kind in by_mesh(parameter for parameter in parameters if parameter.grad is not None):
+        torchs(kind, *args, **kwargs)
 
 
 def owner(parameters: list[torch.Tensor]) -> Norms | None:

@@ -211,8 +211,7 @@ class Steps:
         if len({row[-3] for row in rows}) > 1:
             raise Refused(
                 "the processes have used different parts of the model, an expert without tokens perhaps, and their "
-                "engine has averaged gradients of one with those of another: use every part in each process, if need "
-                "be times 0, or a ddp config with find_unused_parameters"
+                f"engine has averaged gradients of one with those of another: {process.EACH_PART}"
             )
         seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):

@@ -9,7 +9,7 @@ from amp8_helpers import assert_equal, linears, relative_error, seeded, seeded_m
 from torch import nn
 
 import amp8
-from amp8 import convert, rounding, scaling
+from amp8 import convert, gradients, rounding, scaling
 from amp8 import optimizer as module
 from amp8.gradients import Phase
 
@@ -534,8 +534,9 @@ def test_a_gradient_of_zeros_does_not_erase_the_moments():
 @pytest.mark.slow
 def test_what_an_update_computes_for_all_layers_is_the_same_compiled():
     """As on a GPU, whatever their number."""
-    numbers, updated = (
-        torch.compile(function.__wrapped__, dynamic=True) for function in (module.numbers_of, convert.updated)
+    numbers, updated, descaled, clipping = (
+        torch.compile(function.__wrapped__, dynamic=True)
+        for function in (module.numbers_of, convert.updated, gradients.descaled, gradients.clipping)
     )
     draw = torch.Generator().manual_seed(0)
     uniform = lambda *shape: torch.rand(*shape, generator=draw)  # noqa: E731
@@ -544,10 +545,14 @@ def test_what_an_update_computes_for_all_layers_is_the_same_compiled():
         of_step = torch.tensor([[0.1, 0.3, 0.9, 0.999, 0.1, 0.001, 30.0, 1e-8, 0.1, 1e-3]]).repeat(n, 1)
         of_weights = (scales(n), scales(n), scales(n)), (uniform(n), uniform(n))
         of_moments = scales(n), scales(n), uniform(n, 2)
-        given = of_step, None, *of_weights, of_moments, torch.tensor(masked), True, False, False
-        assert torch.equal(numbers(*given), module.numbers_of(*given))
+        for of_some in (of_weights, (None, (None, uniform(n)))):  # converted weights; ordinary parameters
+            given = of_step, None, *of_some, of_moments, torch.tensor(masked), False, False
+            assert torch.equal(numbers(*given), module.numbers_of(*given))
         history = uniform(n, 16, 2)
         history[0, 0, 1] = math.inf
         delayed = history, scales(n, 2), torch.randint(30, (n, 2), generator=draw), (scaling.E4M3, scaling.E5M2)
         for one, other in zip(updated(*delayed), convert.updated(*delayed), strict=True):
             assert torch.equal(one, other)
+        squares, scale = 1e6 * uniform(n), scales(n)
+        torch.testing.assert_close(descaled(squares, scale), gradients.descaled(squares, scale))
+        torch.testing.assert_close(clipping(squares, 3.0 * n), gradients.clipping(squares, 3.0 * n))

@@ -206,9 +206,10 @@ def test_window_scaling_warms_up_and_goes_back_after_overflow():
     history, scale, updates = torch.zeros(window, 2), torch.ones(2), torch.zeros(2, dtype=torch.int64)
 
     def step(*micro_batches):
+        nonlocal history, scale, updates
         for amaxes in micro_batches:
             scaling.record_(history, torch.tensor(amaxes))
-        scaling.update_window_(history, scale, updates, E4M3)
+        history, scale, updates = scaling.updated_window(history, scale, updates, (E4M3, E4M3))
 
     now = torch.tensor([7.0, 7.0])  # 448 / 7 = 64
     step([1.0, 448.0], [3.5, 7.0])  # the largest of the micro-batches counts: 3.5 and 448

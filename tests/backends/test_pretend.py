@@ -131,8 +131,7 @@ def test_vit(gpu, config, tmp_path):
     assert made["evidence"]["measured"].startswith((TRUTH | MORE)[config])
     assert made["final"]["metrics"]["eval_loss"] < 2.29  # ten classes by chance: 2.303
     traced = [kind for step in json.loads(Path(f"{run}.rank0.json").read_text()) for kind in step["traced"]]
-    compiled = config.endswith("compile") and not config.startswith("fsdp")
-    assert traced == ["Block"] * compiled, "the blocks, by torch's own compiler, in one graph"
+    assert traced == ["Block"] * config.endswith("compile"), "the blocks, by torch's own compiler, in one graph"
 
 
 GPT = ("--dataset", ROOT / "LICENSE", "--sequence_length", 32)

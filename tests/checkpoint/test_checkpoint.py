@@ -378,7 +378,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_what_to_do(tmp_path):
     for wanted in ("latest", folder):
         train("single_fp32", tmp_path / "run", "--max_steps", 4, "--resume_from_checkpoint", wanted, code=2)
     log = (tmp_path / "run.log").read_text()
-    line = f"refused: {folder} was written in format 5, this version reads 4: resume it with the version that wrote it"
+    line = f"refused: {folder} was written in format 5, this version reads 4: use the version that wrote it"
     assert log.splitlines().count(line) == 2 and "Traceback" not in log
     assert not (tmp_path / "run" / "run.json").exists()
     (folder / "trainer_state.json").write_text(json.dumps(state | {"counter": 2}))

@@ -258,5 +258,11 @@ def test_a_counter_that_no_run_reaches_makes_no_other_checkpoint_the_oldest(fini
     run = shutil.copytree(finished, tmp_path / "run")
     state = run / "checkpoint-2" / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"counter": counter}))
+    manifest = run / "checkpoint-2" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {state.name: checkpoints.entry(state)}))
     assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-3", "checkpoint-2"]
     assert checkpoints.next_count(run) == 4
+    train("single_fp32", run, "--max_steps", 3, *STEPS, "--resume_from_checkpoint", "latest")
+    said = (tmp_path / "run.log").read_text()
+    assert f"skipping {run}/checkpoint-2: {state}: counter is {counter}, which it cannot be" in said
+    assert f"resumed from {run}/checkpoint-3 at step 3" in said

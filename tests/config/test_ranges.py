@@ -159,7 +159,8 @@ MERGED = "a: &a {x: 1}\n" + "".join(
 HARMFUL = {  # a file: the bytes, the line
     "bomb.yml": (BOMB, "aliases that make as many"),
     "merged.yml": (MERGED, "aliases that make as many"),
-    "itself.yml": ("a: &a [*a]", "aliases that make as many"),
+    "itself.yml": ("a: &a [*a]", "nested more than 20 levels deep"),
+    "many.json": ("[%s1]" % ("1," * 3000), "more than 2,000 values"),
     "deep.yml": ("[" * 50_000, "nested more than 20 levels deep"),
     "deep_block.yml": ("".join(f"{' ' * n}a:\n" for n in range(300)), "nested more than 20 levels deep"),
     "deep.json": ("[" * 50_000, "nested more than 20 levels deep"),

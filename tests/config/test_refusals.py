@@ -206,7 +206,6 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     # meshes
     ("tp_bf16", {"num_processes": 4}, ANYWHERE, "tp 2 is for 2 processes, not 4: --num_processes 2"),
     ("tp_bf16", {"num_processes": 4, "parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, ANYWHERE, "tensor parallel beside data parallel (dp_replicate 2 x tp 2): without FSDP2 Accelerate refuses it"),
-    ("tp_bf16", {"mixed_precision": "fp16"}, ANYWHERE, "gradient scaler does not take split and whole gradients together"),
     ("tp_bf16", {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, ANYWHERE, "no FP8 layer here takes a weight that is split"),
     ("tp_bf16", {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O2"}}, ANYWHERE, "no FP8 layer here takes a weight that is split: use tp_bf16"),
     ("zero2_bf16", {"parallelism_config": {"parallelism_config_tp_size": 2}}, ANYWHERE, "for hsdp and tp files, this one is zero2"),

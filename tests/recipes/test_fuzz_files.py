@@ -97,7 +97,6 @@ def of_state(run):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["trainer_state.json"] = checkpoints.entry(folder / "trainer_state.json")
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    attempt(checkpoints.cuts_of, folder)
     of_checkpoint(run)
 
 

@@ -37,6 +37,20 @@ def test_columns_that_are_no_images_or_texts_are_named(tmp_path):
     assert [len(part["text"]) for part in text.documents(str(tmp_path))] == [18, 2]
 
 
+def test_a_wrong_name_is_refused_at_once_where_the_hub_does_not_answer(monkeypatch):
+    """huggingface_hub would try six times, and sleep between."""
+    from huggingface_hub import constants
+
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    with pytest.raises(Refused, match="--dataset no/such_set: Couldn't reach 'no/such_set' on the Hub"):
+        images.images("no/such_set")
+    assert not slept and not constants.HF_HUB_OFFLINE
+
+
 def test_one_sample_is_too_few_to_hold_some_out():
     with pytest.raises(Refused, match="--dataset mine has 1 samples: too few to hold some out"):
         data.split_of({"train": [0]}, "mine")

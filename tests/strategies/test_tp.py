@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import textwrap
@@ -194,6 +195,51 @@ def test_stopped_by_sigterm_and_resumed_it_is_the_same_run(whole, tmp_path):
     train("tp_bf16", again, *STEPS, "--resume_from_checkpoint", "latest", name="gpt")
     assert "checkpoint-5 at step 5" in (tmp_path / "again.log").read_text()
     assert metrics(again) == metrics(run) and distance(again, run) == 0
+
+
+@pytest.mark.parametrize("hit", ["mlp.down_proj.weight", "norm.weight"])
+def test_an_overflow_in_fp16_is_that_of_all_processes(tmp_path, hit):
+    """An infinity in one process's part of a split gradient skips the step everywhere and halves the scale. So does one
+    in a whole gradient, which is the same on all. A scale that is far too high is found, and resuming is the same run."""
+
+    def poisoned(rank):
+        from faithful.strategies.tp import Scaler
+        from faithful.tensors.names import local
+
+        unscale, calls = Scaler._unscale_grads_, []
+
+        def first(self, optimizer, *args):
+            calls.append(optimizer)
+            if len(calls) == 2:
+                of_kind = {"norm.weight": torch.Tensor, "mlp.down_proj.weight": tp.DTensor}[hit]
+                gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+                gradient = next(g for g in gradients if type(g) is of_kind)
+                if rank == 1 or type(gradient) is torch.Tensor:
+                    local(gradient).view(-1)[0] = float("inf")
+            return unscale(self, optimizer, *args)
+
+        Scaler._unscale_grads_ = first
+
+    scaler = ("--grad_scaler", "init_scale=1024", "--max_grad_norm", 0)
+    run = train("tp_fp16", tmp_path / "run", *STEPS, *scaler, name="gpt", before=poisoned)
+    state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["steps"]["tried"] == 7 and state["scaler"]["scale"] == 512
+    made = record(run)
+    assert made["evidence"]["dtypes"]["linear_output"] == "float16"
+    assert "fp16 compute, gradient scaler" in run.with_suffix(".log").read_text()
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "checkpoint-6")
+    train("tp_fp16", again, *STEPS, *scaler, "--resume_from_checkpoint", "latest", name="gpt")
+    assert metrics(again) == metrics(run) and distance(again, run) == 0
+
+
+def test_its_losses_in_fp16_are_those_of_one_process(tmp_path):
+    words = (*STEPS, "--save_steps", 0, "--max_grad_norm", 0.5)
+    one, two = (train(f"{name}_fp16", tmp_path / name, *words, name="gpt") for name in ("single", "tp"))
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        for key in a.keys() & {"loss", "grad_norm"}:
+            assert a[key] == pytest.approx(b[key], rel=2e-3), (a, b)
 
 
 def test_its_checkpoint_is_exported_whole(whole, tmp_path):
