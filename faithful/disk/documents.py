@@ -1,6 +1,6 @@
-"""Files of settings that a user names: YAML and JSON, which anyone may have written. What harms is refused before it is
-parsed or built: a pipe or a device, a file of megabytes, lists in lists in lists, aliases of aliases, a key that stands
-twice, control characters. Each function raises Unreadable."""
+"""Files of settings that a user names: YAML and JSON, which anyone may have written. What harms is refused before
+anybody reads it: a pipe or a device, a file of megabytes, lists in lists in lists, aliases of aliases, a key that
+stands twice, control characters. Each function raises Unreadable."""
 
 import json
 import os
@@ -85,12 +85,15 @@ def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's, for sections in which no key stands twice, and which are merged (`<<`) into no more than MOST."""
+    """PyYAML's, for sections in which no key stands twice, and into which few others are merged (`<<`)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         made = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in made.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        refuse_twice(keys)
+        refuse_twice([key.value for key, _ in made.value if isinstance(key, yaml.ScalarNode)])
+        if any(
+            key.value == "<<" and value.id == "sequence" and len(value.value) > DEEPEST for key, value in made.value
+        ):
+            raise too_many()
         return made
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -108,18 +111,16 @@ def refuse_twice(keys: list[Any]) -> None:
 def checked(value: Any) -> Any:
     """`value`, if it is not too deep or too much, counting what aliases repeat, and has no number that is too large and
     no text of more than a line."""
-    left, seen = [(value, 0)], 0
-    while left:
-        inner, depth = left.pop()
-        seen += 1
+    every = [(value, 0)]
+    for inner, depth in every:  # it grows
         if depth > DEEPEST:
             raise too_deep()
-        if seen > MOST:
+        if len(every) > MOST:
             raise too_many()
         if isinstance(inner, dict):
-            left += [(each, depth + 1) for pair in inner.items() for each in pair]
+            every += [(each, depth + 1) for pair in inner.items() for each in pair]
         elif isinstance(inner, list | tuple | set):
-            left += [(each, depth + 1) for each in inner]
+            every += [(each, depth + 1) for each in inner]
         elif isinstance(inner, str) and len(inner) > WIDEST:
             raise Unreadable(f"holds a text of {len(inner):,} characters: {short(inner)}, which no setting is")
         elif isinstance(inner, str) and not inner.isprintable():

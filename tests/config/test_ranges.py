@@ -159,6 +159,10 @@ MERGED = "a: &a {x: 1}\n" + "".join(
 HARMFUL = {  # a file: the bytes, the line
     "bomb.yml": (BOMB, "aliases that make as many"),
     "merged.yml": (MERGED, "aliases that make as many"),
+    "merged_often.yml": (
+        f"a: &a {{{', '.join(f'k{at}' for at in range(1990))}}}\nb: {{<<: [{'*a,' * 16_000}]}}",
+        "aliases that make as many",
+    ),
     "itself.yml": ("a: &a [*a]", "nested more than 20 levels deep"),
     "many.json": ("[%s1]" % ("1," * 3000), "more than 2,000 values"),
     "deep.yml": ("[" * 50_000, "nested more than 20 levels deep"),
