@@ -506,12 +506,17 @@ def masters_for_all(note: Callable[[str], None], args: tuple[Any, ...]) -> Itera
 
 
 def with_checkpoints_of_its_own(engine: "DeepSpeedEngine", held: Held) -> None:
-    """Makes DeepSpeed's own checkpoints hold the optimizer's state, which it looks for beside its flat masters."""
+    """Makes DeepSpeed's own checkpoints hold what the script has written, and refuses those that would lose state."""
     saves, loads = engine.save_checkpoint, engine.load_checkpoint
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if held.fragments.apart:
+            raise Refused(
+                "DeepSpeed's own checkpoint has one step counter for all parameters, and some of them got no gradient "
+                "in a step: call accelerator.save_state"
+            )
         held.take_weights()
-        with held.working(), held.fragments.joined():
+        with held.working():
             return saves(*args, **kwargs)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
