@@ -21,7 +21,6 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from faithful import patches
 from faithful.checkpoint import rows, tensor_keys
@@ -65,7 +64,7 @@ from faithful.strategies.deepspeed.engine import (
     zero_of,
 )
 from faithful.strategies.deepspeed.seen import Held
-from faithful.tensors.names import parameters_of, unwrapped
+from faithful.tensors.names import parameters_of, tensors_of, unwrapped
 
 if TYPE_CHECKING:
     from accelerate.utils import GradScalerKwargs
@@ -235,9 +234,9 @@ class ZeRO(GradientsElsewhere, Strategy):
             self._passed_outside |= not self._in_backward
 
         self._passed_outside = False
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(seen)
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(seen)
 
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         zero_of(optimizer).held.take_weights()
