@@ -44,7 +44,7 @@ from harness import ROOT, arguments, made, save
 
 CONFIGS = """single_fp32 ddp_fp32 single_bf16 ddp_bf16 fsdp_bf16 hsdp_bf16 zero2_bf16 ddp_fp8 single_fp8_msamp_o2
     ddp_fp8_msamp_o3 fsdp_fp8_msamp_o2""".split()
-OURS = sorted(path.stem for path in (ROOT / "tests" / "clients").glob("*.py") if path.stem != "ended")
+OURS = sorted(path.stem for path in (ROOT / "tests" / "clients").glob("*.py") if path.stem not in ("ended", "tiny"))
 WINS = {"diffusion"}  # scripts that pass mixed_precision="no"
 PACKAGES = """accelerate transformers trl peft diffusers sentence-transformers pytorch-accelerated
     denoising-diffusion-pytorch""".split()
@@ -81,6 +81,7 @@ def diffusion(path, words):
 
 OTHERS = {
     "trl_dpo": module("trl.scripts.dpo", TRAINER.format("answers")),
+    "trl_kto": module("trl.scripts.kto", TRAINER.format("answers")),
     "trl_grpo": module("trl.scripts.grpo", TRAINER.format("prompts") + GENERATED),
     "trl_reward": module("trl.scripts.reward", TRAINER.format("answers")),
     "gradient_accumulation": by_feature("gradient_accumulation", "--gradient_accumulation_steps 2"),

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from faithful.plan import Plan
-from faithful.tensors.names import sum_of_sample_hashes
+from faithful.tensors.names import sum_of_sample_hashes, tensors_of
 
 
 class FirstBatch:
@@ -19,7 +18,7 @@ class FirstBatch:
         self.hook = model.register_forward_pre_hook(self.see, prepend=True, with_kwargs=True)
 
     def see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf) and leaf.dim()]
+        tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]
         if not tensors or not torch.is_grad_enabled():
             return
         samples = len(tensors[0])

@@ -124,6 +124,11 @@ class FSDP(Strategy):
 
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """A root that stays gathered, as no backward pass has followed, would miss the update."""
+        if any(isinstance(p, gathered.Gathered) and p.grad is not None for p in model.parameters()):
+            raise Refused(
+                f"FSDP2 finds no tensors in what {type(model).__name__} returns, and has averaged no gradients: return "
+                "a tensor, a tuple, a list or a dict, or use a ddp config"
+            )
         reshard(model)
 
     def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:

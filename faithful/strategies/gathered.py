@@ -8,7 +8,7 @@ gathered weight goes into the shard. A parameter without dimensions, such as CLI
 import contextlib
 import functools
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +94,13 @@ class State(FSDPState):
         super()._root_post_backward_final_callback()
         if any(group.reduce_grads for state in self._state_ctx.all_states for group in parameter_groups(state)):
             average(self._state_ctx.scalars)  # pyrefly: ignore[missing-attribute]
+
+    def _register_pre_backward_hook(self, output: Any) -> Any:
+        """FSDP2 finds no tensors in a UserDict, such as transformers' BatchEncoding, and would average no gradient."""
+        if not isinstance(output, UserDict):
+            return super()._register_pre_backward_hook(output)
+        output.data = super()._register_pre_backward_hook(output.data)
+        return output
 
 
 class Group(FSDPParamGroup):

@@ -1,14 +1,16 @@
 """Names, shards, sizes and hashes of tensors, for evidence, checkpoints and the record."""
 
+from collections import UserDict
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 HALVES = (torch.bfloat16, torch.float16)
@@ -23,6 +25,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # pyrefly: ignore[bad-assignment]
         else:
             return model
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what goes into or comes out of a forward pass, such as transformers' BatchEncoding too."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, UserDict):
+            yield from tensors_of(leaf.data)
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf
 
 
 def plain_names(pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -1,9 +1,13 @@
 """A run that is not what its config says refuses to train: each check of the evidence, against a library that does
 something else than asked."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from conftest import train
+
+from faithful.evidence.batch import FirstBatch
 
 STEPS = ("--max_steps", 2, "--save_steps", 0, "--eval_steps", 0)
 
@@ -67,3 +71,13 @@ def test_what_is_not_as_asked_does_not_train(tmp_path, config, before, why):
     log = (tmp_path / "run.log").read_text()
     assert f"refused: {why}" in log and "Traceback" not in log
     assert not list(tmp_path.glob("run/**/*.safetensors"))
+
+
+def test_samples_in_a_dict_of_another_class_are_counted():
+    """transformers' BatchEncoding, which a cross-encoder of sentence-transformers gets, is a UserDict."""
+    seen = {}
+    for kind in (dict, UserDict):
+        first = FirstBatch(model := torch.nn.Identity())
+        model(kind(ids=torch.arange(12).view(4, 3), more=[torch.ones(4)]))
+        seen[kind] = first.samples, first.hashes
+    assert seen[dict] == seen[UserDict] and seen[dict][0] == 4

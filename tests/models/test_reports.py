@@ -13,6 +13,12 @@ def test_a_script_of_a_report_is_right_or_refused(tmp_path, config):
     assert {row["outcome"] for row in found} <= {"right", "refused"}, found
 
 
+def test_fsdp2_trains_a_model_that_returns_a_dict_of_another_class(tmp_path):
+    """torch's FSDP2 looks for tensors in what a model returns, and averages no gradient where it finds none."""
+    [found] = outcomes(["user_dict"], "fsdp_bf16", tmp_path)
+    assert found["outcome"] == "right", found
+
+
 @pytest.mark.parametrize("config", ["fsdp_bf16", "zero3_bf16"])
 def test_the_trainer_saves_and_keeps_its_best_model(tmp_path, config):
     [found] = outcomes(["best_hf"], config, tmp_path)

@@ -47,8 +47,8 @@ def test_stuck_runs_end_in_time_leave_nothing_and_say_so_in_a_line():
         assert row["orphans"] == 0 and row["seconds"] < 40 and row["code"] == codes[row["end"]], row
         [line] = row["said"]
         assert re.search("stopped after step|interrupted: |rank 0 .*time.sleep", line), row
-        if row["config"] != "single_bf16" and row["state"] != "stopped" and row["end"] != "twice":
-            assert re.match(r"rank 0 (waits|is) in .*; rank \d is at train.py:", line), row
+        if row["config"] != "single_bf16" and row["state"] != "stopped":
+            assert re.match(r"(interrupted: )?rank 0 (waits|is) in .*; rank \d is at train.py:", line), row
 
 
 def test_kills_while_training_and_saving_lose_nothing():
@@ -206,9 +206,11 @@ def test_every_config_trains_and_resumes_with_each_number_of_processes_or_is_ref
 
 def test_scripts_of_public_reports_train_rightly_or_are_refused():
     cells = result("reports")["cells"]
-    assert len({row["config"] for row in cells}) == 12 and len({row["name"] for row in cells}) == 32
-    assert len(cells) == 12 * 32 and not [row for row in cells if row["outcome"] == "wrong"]
-    # Under FSDP2 and ZeRO gloo aborts a process that uses fewer parts of the model, or it waits for the others.
-    stopped = [row for row in cells if row["outcome"] in ("failed", "ended")]
-    assert all(row["name"].startswith("partial") for row in stopped)
-    assert not [row for row in stopped if row["config"] in ("single_bf16", "ddp_bf16", "single_fp8_msamp_o2")]
+    assert len({row["config"] for row in cells}) == 12 and len({row["name"] for row in cells}) == 33
+    assert len(cells) == 12 * 33 and {row["outcome"] for row in cells} == {"right", "refused", "ended"}
+    # A process that uses fewer parts of the model waits for the others in another call.
+    late = [row for row in cells if row["outcome"] == "ended"]
+    assert all(row["name"].startswith("partial") and "find_unused_parameters" in row["line"] for row in late)
+    assert not [row for row in late if row["config"] in ("single_bf16", "ddp_bf16", "single_fp8_msamp_o2")]
+    page = " ".join((ROOT / "docs" / "measured.md").read_text().split())
+    assert "33 scripts after public reports under 12 configs" in page and f"{len(late)} of {len(cells)} cells" in page

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections import UserDict
 from types import SimpleNamespace
 
 import torch
@@ -174,6 +175,20 @@ class TiedBlocks(Net):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
+class UserDicts(Net):
+    """Returns no dict but a class like transformers' BatchEncoding, as sentence-transformers' cross-encoders do. FSDP2
+    shards it as one piece: a block would return a tensor."""
+
+    _no_split_modules = None
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = self.blocks[:1]
+
+    def out(self, x):
+        return UserDict(out=self.head(x))
+
+
 class OtherStrides(Net):
     def __init__(self):
         super().__init__()
@@ -197,6 +212,10 @@ def one_pass(side, samples, rank):
 def two_passes(side, samples, rank):
     side.backward(loss_of(side, samples))
     side.backward(0.5 * loss_of(side, (samples + 7) % len(side.inputs)))
+
+
+def in_a_dict(side, samples, rank):
+    side.backward((side.model(side.inputs[samples])["out"].float() - side.targets[samples]).square().mean())
 
 
 def with_times(side, samples, rank):
@@ -302,6 +321,7 @@ REPORTS = {
     "island": {"make": blocks("Island", with_router, islanded)},
     "timestep": {"make": blocks("Timed", lambda block: None, timed), "passes": with_times},
     "noncontig": {"make": OtherStrides},
+    "user_dict": {"make": UserDicts, "passes": in_a_dict},
     "sparse": {"make": Sparse, "truth": Words, "optimizer": sgd},
     "tied own": {"make": TiedEmbedding},
     "tied rename": {"make": TiedBlocks},

@@ -310,19 +310,6 @@ class Fragments:
         if joined:
             self.optimizer.state[flat] = joined
 
-    @contextlib.contextmanager
-    def joined(self) -> Iterator[None]:
-        """States of the flat masters, for DeepSpeed's own checkpoints."""
-        kept = {key: self.optimizer.state[view] for key, view in self.views.items() if view in self.optimizer.state}
-        for at in self.apart:
-            self.join(at, {})
-        try:
-            yield
-        finally:
-            for at in self.apart:
-                self.optimizer.state.pop(masters(self.zero)[at], None)
-            self.optimizer.state.update({self.views[key]: state for key, state in kept.items()})
-
     def state(self, parameter: Partitioned) -> dict[str, torch.Tensor]:
         """{key: tensor} of this process's fragment of the parameter."""
         at, start, length = self.places[id(parameter)]

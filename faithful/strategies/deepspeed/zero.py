@@ -21,7 +21,6 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from faithful import patches
 from faithful.checkpoint import rows, tensor_keys
@@ -64,7 +63,7 @@ from faithful.strategies.deepspeed.engine import (
     zero_of,
 )
 from faithful.strategies.deepspeed.seen import Held
-from faithful.tensors.names import parameters_of, unwrapped
+from faithful.tensors.names import parameters_of, tensors_of, unwrapped
 
 if TYPE_CHECKING:
     from accelerate.utils import GradScalerKwargs
@@ -233,9 +232,9 @@ class ZeRO(GradientsElsewhere, Strategy):
             self._passed_outside |= not self._in_backward
 
         self._passed_outside = False
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(seen)
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(seen)
 
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         zero_of(optimizer).held.take_weights()
@@ -499,12 +498,17 @@ def masters_for_all(note: Callable[[str], None], args: tuple[Any, ...]) -> Itera
 
 
 def with_checkpoints_of_its_own(engine: "DeepSpeedEngine", held: Held) -> None:
-    """Makes DeepSpeed's own checkpoints hold the optimizer's state, which it looks for beside its flat masters."""
+    """Makes DeepSpeed's own checkpoints hold what the script has written, and refuses those that would lose state."""
     saves, loads = engine.save_checkpoint, engine.load_checkpoint
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if held.fragments.apart:
+            raise Refused(
+                "DeepSpeed's own checkpoint has one step counter for all parameters, and some of them got no gradient "
+                "in a step: call accelerator.save_state"
+            )
         held.take_weights()
-        with held.working(), held.fragments.joined():
+        with held.working():
             return saves(*args, **kwargs)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
