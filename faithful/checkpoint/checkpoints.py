@@ -52,7 +52,7 @@ STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
 LOADER = {"running": bool, "epoch": readers.count(0, 1 << 40), "same_workers?": bool}
 WHOLE = AGE | RANKS | {
     "steps": STEPS, "models": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
-    "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)},
+    "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)}, "tp?": readers.count(1, MOST),
     "groups": list, "optimizers": list, "schedulers": list, "registered": list, "moments": [{str: str}],
     "loaders": [LOADER],
 }  # fmt: skip
@@ -551,10 +551,12 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise Refused(f"{error}: take another checkpoint") from None
 
 
-def cuts_of(folder: Path) -> dict[str, int | None]:
-    """{name: dimension along which tensor parallel has split it, or None} in a checkpoint's state. Raises Refused."""
+def cuts_of(folder: Path) -> tuple[dict[str, int | None], int]:
+    """({name: dimension along which tensor parallel has split it, or None}, by how many processes) in a checkpoint's
+    state. Raises Refused."""
     try:
-        return state_of(folder, {"cuts": WHOLE["cuts"]})["cuts"]
+        state = state_of(folder, {key: WHOLE[key] for key in ("cuts", "tp?")})
+        return state["cuts"], state.get("tp", 1)
     except DAMAGE as error:
         raise Refused(f"{error}: take another checkpoint") from None
 

@@ -17,7 +17,7 @@ from faithful.config.deepspeed import DeepSpeed
 from faithful.config.fp8 import FP8
 from faithful.config.fsdp import FSDP
 from faithful.config.schema import digits, full, on, whole_number
-from faithful.config.strategies import STRATEGIES, StrategyRules
+from faithful.config.strategies import STRATEGIES, FSDPRules, StrategyRules
 from faithful.errors import Refused
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
@@ -82,12 +82,12 @@ class Settings:
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 shards the model."""
-        return self.strategy in ("fsdp", "hsdp")
+        return isinstance(self.rules, FSDPRules)
 
     @property
     def shards(self) -> int:
         """The processes over which the strategy divides what it divides."""
-        return self.mesh.dp_shard if self.strategy == "hsdp" else self.num_processes
+        return self.mesh.dp_shard * self.mesh.tp if self.strategy in ("hsdp", "fsdp_tp") else self.num_processes
 
     @property
     def offload(self) -> bool:
@@ -138,14 +138,15 @@ def read_env(env: Mapping[str, str]) -> Settings:
     elif of_fsdp.version:
         if of_fsdp.hybrid and local < world:  # a machine has a whole model
             sizes = Mesh(dp_replicate=world // local, dp_shard=local)
-        strategy = "hsdp" if sizes.dp_replicate > 1 else "fsdp"
+        strategy = "fsdp_tp" if sizes.tp > 1 else "hsdp" if sizes.dp_replicate > 1 else "fsdp"
     elif sizes.tp > 1:
         strategy = "tp"
     else:
         strategy = "ddp" if "LOCAL_RANK" in env else "single"
-    if strategy not in ("fsdp", "hsdp"):
+    if not isinstance(STRATEGIES.get(strategy), FSDPRules):
         of_fsdp = of_fsdp.unread()
     store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    once = (of_fsdp.ram_efficient and sizes.tp == 1) or of_deepspeed.init
     return Settings(
         strategy=strategy,
         precision=PRECISIONS.get(precision, precision),
@@ -156,7 +157,7 @@ def read_env(env: Mapping[str, str]) -> Settings:
         whole_model=not on(env.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
         restarts_in_vain=store and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         use_cpu=on(env.get("ACCELERATE_USE_CPU")),
-        ram_efficient=world > 1 and (of_fsdp.ram_efficient or of_deepspeed.init) and on(env.get(ONCE, "1")),
+        ram_efficient=world > 1 and once and on(env.get(ONCE, "1")),
         fsdp=of_fsdp,
         deepspeed=of_deepspeed,
         fp8=of_fp8,

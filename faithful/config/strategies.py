@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from faithful.config.settings import Settings
 
 BUCKET = 50_000_000  # gradient elements per reduction of ZeRO. DeepSpeed's default is ten times that: gigabytes
+SPLIT = [("ao", level) for level in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]  # FP8 in tensor parallel
 LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
@@ -125,13 +126,7 @@ class FSDPRules(StrategyRules):
     hidden_behind = 0.9  # all but the first gather and the last reduction
 
     def problems(self, settings: "Settings") -> Iterator[str]:
-        mesh = settings.mesh
-        if "tp" in mesh.sizes:
-            yield (
-                f"tensor parallel with FSDP2 ({mesh}): Accelerate 1.15 imports ReplicateParallel for it, which "
-                "transformers 5 does not have: use hsdp_bf16"
-            )
-        elif mesh.sizes.keys() & {"cp", "sp"}:
+        if settings.mesh.sizes.keys() & {"cp", "sp"}:
             yield self.no_context_parallel(settings)
         elif problem := self.problem_of_sizes(settings) or wrong_product(settings):
             yield problem
@@ -168,6 +163,31 @@ class HSDPRules(FSDPRules):
         return within + between
 
 
+class FSDPTensorParallelRules(FSDPRules):
+    title = "FSDP2 or HSDP with tensor parallel: the parts of split layers are sharded over groups of processes"
+    family, rank, splits_layers = "fsdp", 10, True
+
+    def problem_of_sizes(self, settings: "Settings") -> str | None:
+        if settings.precision == "fp8":
+            return f"FP8 with FSDP2 and tensor parallel ({settings.mesh}): use tp_fp8, fsdp_fp8, or fsdp_tp_bf16"
+        if settings.fsdp.offload or settings.fsdp.ignored_modules:
+            return "fsdp_offload_params and fsdp_ignored_modules are not for tensor parallel: leave them out"
+        if settings.mesh.dp_shard > 1:
+            return None
+        return (
+            f"FSDP2 with {settings.mesh} has no processes to shard over: set parallelism_config_dp_shard_size, or use "
+            "tp_bf16"
+        )
+
+    def memory(self, model: WholeModel, settings: "Settings", accumulates: bool) -> Memory:
+        memory = super().memory(model, settings, accumulates)
+        memory.communication /= settings.mesh.tp
+        return memory
+
+    def bytes_sent(self, settings: "Settings", parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+        return None  # activations, whose size depends on the batch
+
+
 class TensorParallelRules(StrategyRules):
     title, family, rank = "Tensor parallel: each layer is split over the processes", "tp", 9
     rehearsed_as = "MULTI_GPU"
@@ -177,10 +197,13 @@ class TensorParallelRules(StrategyRules):
         if len(settings.mesh.sizes) > 1:
             yield (
                 f"tensor parallel beside data parallel ({settings.mesh}): without FSDP2 Accelerate refuses it, or sums "
-                "no gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"
+                "no gradients. Use fsdp_tp_bf16, or set parallelism_config_tp_size alone"
             )
-        elif settings.precision == "fp8":  # torchao fails, amp8 converts none, emulated TE is in bf16
-            yield "tp in fp8: no FP8 layer here takes a weight that is split: use tp_bf16, or fsdp_fp8"
+        elif settings.precision == "fp8" and (settings.backend, settings.level) not in SPLIT:
+            yield (
+                f"tp in fp8 {settings.backend} {settings.level}: of the FP8 layers here torchao's, with one scale for "
+                "a tensor or a row, take a weight that is split: use tp_fp8, or tp_bf16"
+            )
         elif problem := wrong_product(settings):
             yield problem
 
@@ -236,6 +259,7 @@ STRATEGIES: dict[str, StrategyRules] = {
     "fsdp": FSDPRules("fsdp"),
     "hsdp": HSDPRules("hsdp"),
     "tp": TensorParallelRules("tp"),
+    "fsdp_tp": FSDPTensorParallelRules("fsdp_tp"),
     "zero1": ZeRORules("zero1"),
     "zero2": ZeRORules("zero2"),
     "zero3": ZeRORules("zero3"),

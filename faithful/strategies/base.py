@@ -120,6 +120,9 @@ class Strategy:
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Called before `accelerator.prepare`, to change the model. optimizer: its, or None if it comes later."""
 
+    def after_convert(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called when the backend has converted the model's layers, before `accelerator.prepare`."""
+
     def prepare(
         self, session: Session, accelerates: Accelerates, args: tuple[Any, ...], device_placement: list[bool] | None
     ) -> tuple[Any, ...]:
@@ -309,6 +312,7 @@ def needs_whole_model(error: str) -> Refused | None:
     )
 
 
+MIXED = ("got mixed torch.Tensor and DTensor", "on inputs with different meshes")
 UNKNOWN_TO_SHARDS = ("unbind along the sharded dimension", "not supported with DTensor", "no valid sharding strategy")
 
 
@@ -326,7 +330,7 @@ def mixes_shards(error: str) -> Refused | None:
             f"the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have "
             f"({error.partition(':')[0]} in place of a sum or norm): use another optimizer, or a ddp config"
         )
-    if "got mixed torch.Tensor and DTensor" not in error:
+    if not any(said in error for said in MIXED):
         return None
     return Refused(
         "the script computes with sharded weights and whole tensors together, which FSDP2 does not allow: perhaps in "

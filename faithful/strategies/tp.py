@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -36,31 +36,21 @@ class TensorParallel(Strategy):
 
     def started(self, session: Session) -> torch.amp.GradScaler | None:
         compile_for_this_rank(session)
-        if self.plan.precision == "fp16":
-            return Scaler(session.device.type, **(session.scaling.to_kwargs() if session.scaling else {}))
+        return scaler(session)
 
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Splits the model, and gives the optimizer the split parameters."""
-        optimizer = self.need_both(optimizer)
-        mesh = AcceleratorState().device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
-        check(model, mesh.size())
-        if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
-            raise Refused(
-                "the processes built models with different weights: call set_seed, with the same seed, "
-                "before building the model"
-            )
-        shards.take_writes()
-        split(model, optimizer, mesh, session.device)
-        [seed] = broadcast_object_list([torch.initial_seed()])
-        torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
+        self.need_both(optimizer)
+        check(model, self.plan.tp_size)
+        refuse_other_weights(model)
+
+    def after_convert(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        split(session, model, self.need_both(optimizer))
 
     def not_averaged(self, optimizer: torch.optim.Optimizer, prepared: set[int]) -> set[int]:
         return set()  # all compute the same batch, and so the same gradients
 
     def counted(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        if all(p.device_mesh.get_local_rank() == 0 for p in parameters.values() if isinstance(p, DTensor)):
-            return parameters
-        return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+        return counted(parameters)
 
     def pieces(self, model: nn.Module) -> Pieces:
         like = functools.partial(torch.empty, device="meta")
@@ -68,8 +58,7 @@ class TensorParallel(Strategy):
         return {name: (like(t.shape, dtype=t.dtype), functools.partial(whole_tensor, t)) for name, t in state}
 
     def tp_dims(self, model: nn.Module) -> dict[str, int | None]:
-        # pyrefly: ignore[missing-attribute]
-        return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters_of(model)}
+        return tp_dims(model)
 
     def explain(self, error: str) -> Refused | None:
         return mixes_shards(error)
@@ -88,7 +77,52 @@ class Scaler(torch.amp.GradScaler):
         return found
 
 
-def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", device: torch.device) -> None:
+def scaler(session: Session) -> torch.amp.GradScaler | None:
+    """The gradient scaler of a run in fp16."""
+    if session.plan.precision == "fp16":
+        return Scaler(session.device.type, **(session.scaling.to_kwargs() if session.scaling else {}))
+    return None
+
+
+def refuse_other_weights(model: nn.Module) -> None:
+    if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
+        raise Refused(
+            "the processes built models with different weights: call set_seed, with the same seed, "
+            "before building the model"
+        )
+
+
+def mesh_of_group() -> "DeviceMesh":
+    """The processes that compute one batch with this one."""
+    return AcceleratorState().device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
+
+
+def is_split(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def counted(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What this process counts of a split model: the first of its group also what all of the group have."""
+    first = mesh_of_group().get_local_rank() == 0
+    return {name: parameter for name, parameter in parameters.items() if first or is_split(parameter)}
+
+
+def tp_dims(model: nn.Module) -> dict[str, int | None]:
+    """See Strategy.tp_dims. The mesh's last dimension is that of tensor parallel."""
+    # pyrefly: ignore[missing-attribute]
+    return {name: p.placements[-1].dim if is_split(p) else None for name, p in parameters_of(model)}
+
+
+def split(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Splits the layers of a model, and gives the optimizer the split parameters."""
+    shards.take_writes()
+    mesh = mesh_of_group()
+    split_over(model, optimizer, mesh, session.device)
+    first = session.rank - mesh.get_local_rank()
+    torch.manual_seed(gather_object([torch.initial_seed()])[first])  # a group computes one batch, with one dropout mask
+
+
+def split_over(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", device: torch.device) -> None:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

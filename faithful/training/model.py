@@ -77,6 +77,7 @@ def convert(
     layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))
     strategy.before_prepare(session, model, optimizer)
     layers.skipped += backend.convert(model, optimizer)
+    strategy.after_convert(session, model, optimizer)
     if session.plan.compile:
         compile_blocks(model, in_fp8 if backend.eager_in_eval else None)
     return layers
