@@ -117,6 +117,10 @@ class Strategy:
         """The arguments of `accelerator.prepare`, with real objects in place of those that only a config describes."""
         return args
 
+    def has_split(self, model: nn.Module) -> bool:
+        """Whether the script's model is distributed already, as this strategy would do it."""
+        return False
+
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Called before `accelerator.prepare`, to change the model. optimizer: its, or None if it comes later."""
 

@@ -69,7 +69,9 @@ def fingerprint(model: nn.Module) -> str | None:
     process has no values of them (faithful/models/meta_init.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    sums = [(name, torch.hash_tensor(hashable(p.detach())).item()) for name, p in model.named_parameters() if p.numel()]
+    wholes = ((name, p.detach()) for name, p in model.named_parameters() if p.numel())
+    wholes = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in wholes)
+    sums = [(name, torch.hash_tensor(hashable(p)).item()) for name, p in wholes]
     return sha256(repr(sums).encode()).hexdigest()
 
 

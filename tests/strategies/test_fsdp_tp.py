@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, distance, metrics, record, train, weights
+from conftest import CONFIGS, distance, launched, metrics, record, train, weights
 from safetensors.torch import load_file
 from test_tp import FP64, STEPS, in_float64, losses_and_norms, same_when_resumed
 
@@ -84,3 +84,38 @@ def test_an_overflow_in_fp16_is_that_of_all_processes(tmp_path, hit):
     state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["steps"]["tried"] == 7 and state["scaler"]["scale"] == 512
     assert all(torch.isfinite(tensor).all() for tensor in weights(run).values())
+
+
+def test_accelerates_example_of_three_dimensions_is_one_process_s_run(tmp_path):
+    """The keys of its tp_hsdp.yaml: two copies of two groups of two. In bf16 it is accepted as it is."""
+    path, fsdp = tmp_path / "tp_hsdp.yaml", {
+        "fsdp_activation_checkpointing": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": False, "fsdp_offload_params": False, "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_version": 2,
+    }  # fmt: skip
+    sizes = {
+        f"parallelism_config_{name}_size": size
+        for name, size in (("cp", 1), ("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))
+    }
+    values = {
+        "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP", "downcast_bf16": "no",
+        "enable_cpu_affinity": False, "fsdp_config": fsdp, "machine_rank": 0, "main_training_function": "main",
+        "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "parallelism_config": sizes,
+        "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False,
+        "tpu_use_sudo": False, "use_cpu": False,
+    }  # fmt: skip
+    path.write_text(yaml.dump(values))
+    checked = launched("./launch.sh", "check", str(path))
+    assert checked.returncode == 0 and "ok (fsdp_tp x8, bf16; rehearsal on a CPU)" in checked.stdout
+    path.write_text(yaml.dump(values | {"mixed_precision": "no"}))
+    words = (*FP64, "--save_steps", 2)
+    one = train("single_fp32", tmp_path / "one", *words, name="gpt", before=in_float64)
+    quarter = ("--per_device_train_batch_size", 2)
+    run = train(path, tmp_path / "run", *words, *quarter, name="gpt", before=in_float64)
+    assert distance(one, run) < 1e-12
+    assert losses_and_norms(run) == pytest.approx(losses_and_norms(one), rel=1e-12)
+    made = record(run)["evidence"]
+    assert made["share_per_process"]["weight"] == pytest.approx(0.25, abs=2e-3)
+    assert "from checkpoint-4 (4 files)" in export.export(run, tmp_path / "out.safetensors", step=4)
+    exported, final = load_file(tmp_path / "out.safetensors"), weights(run)
+    assert all(exported[name].equal(final[name].float()) for name in final)

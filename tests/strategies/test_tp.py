@@ -1,6 +1,7 @@
 """Tensor parallel: layers are split, training equals that of one process, and a batch is counted once."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -411,3 +412,48 @@ def test_accelerate_launch_itself(whole, tmp_path):
     assert distance(tmp_path / "run", whole[0]) == 0
     assert record(tmp_path / "run")["evidence"] == record(whole[0])["evidence"]
     assert math.isfinite(record(tmp_path / "run")["final"]["metrics"]["perplexity"])
+
+
+def loads_a_model(folder, by_transformers):
+    """What a rank runs: the script trains a model that it has loaded, whole, or split by transformers."""
+    from accelerate.utils import set_seed
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from faithful import Accelerator
+
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    set_seed(0)
+    if accelerator.is_main_process:
+        models.gpt("llama_nano", 256, 32).save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    split = {"distributed_config": DistributedConfig(tp_size=2)} if by_transformers else {}
+    model = LlamaForCausalLM.from_pretrained(folder, **split)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    ids = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_model(model, f"{sys.argv[2]}/model")
+    accelerator.end_training()
+
+
+def test_a_model_that_transformers_has_split_trains_as_one_that_the_config_splits(tmp_path):
+    runs = []
+    for by_transformers in (True, False):
+        script = functools.partial(loads_a_model, tmp_path / "tiny", by_transformers)
+        runs.append(train("tp_bf16", tmp_path / f"run{by_transformers}", script=script))
+    assert distance(*runs) == 0
+    [a, b] = [record(run)["evidence"] for run in runs]
+    assert a == b and a["sharded"] and a["optimizer_owns_all"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["tp_fp8", "fsdp_bf16"])
+def test_where_it_does_not_match_the_config_it_is_refused(tmp_path, config):
+    train(config, tmp_path / "run", script=functools.partial(loads_a_model, tmp_path / "tiny", True), code=2)
+    [line] = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("refused: ")]
+    assert "is sharded before prepare()" in line and f"the config asks for {config.split('_')[0]}" in line
