@@ -33,6 +33,8 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
 import reports  # noqa: E402
 from conftest import CONFIGS, Ranks, metrics  # noqa: E402  forks ranks from a process that has imported torch
 
+from faithful.config import config_file  # noqa: E402
+from faithful.config.settings import read_env, to_env  # noqa: E402
 from shared import models  # noqa: E402
 
 OF_REPORTS = ("single_bf16", "ddp_bf16", "fsdp_bf16", "hsdp_bf16", "zero1_bf16", "zero2_bf16", "zero3_bf16",
@@ -44,11 +46,11 @@ TAILS = ("_ckpt", "_noreshard", "_offload", "_compile")  # of a config that comp
 
 def run(config, processes, folder, *options, micro=1):
     """Trains. Returns {step: [loss, norm]} or, if it did not end well, what it said."""
-    whole = config.startswith("tp")  # each process has the same samples
+    groups = processes // mesh_of(config).tp  # each process of a group has the same samples
     words = {
         "--output_dir": folder, "--dataset": ROOT / "LICENSE", "--sequence_length": 32, "--model": "llama_grid",
         "--max_steps": STEPS, "--logging_steps": 1, "--eval_steps": 0, "--save_steps": STEPS // 2, "--warmup_steps": 0,
-        "--per_device_train_batch_size": SAMPLES // (1 if whole else processes) // micro,
+        "--per_device_train_batch_size": SAMPLES // max(1, groups) // micro,
         "--gradient_accumulation_steps": micro,
     }  # fmt: skip
     argv = [str(word) for pair in words.items() for word in pair]
@@ -76,8 +78,12 @@ def saved(folder):
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
+def mesh_of(config):
+    return read_env(to_env(config_file.read(CONFIGS / f"{config}.yml")[1])).mesh
+
+
 def reference_of(config):
-    name = "single_" + config.split("_", 1)[1]
+    name = "single_" + config.removeprefix(f"{config_file.grammar(config)['strategy']}_")
     for tail in TAILS:
         name = name.removesuffix(tail)
     return name if (CONFIGS / f"{name}.yml").exists() else name.removesuffix("_te")

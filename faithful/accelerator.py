@@ -17,6 +17,7 @@ from typing import Any
 import accelerate
 import accelerate.optimizer
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -79,6 +80,7 @@ class Accelerator(accelerate.Accelerator):
             self.native_amp, self.scaler = True, scaler
         self.models: list[PreparedModel] = []
         self.preparing = False  # whether this is inside `prepare`
+        self.once = False  # whether this is inside `gather_for_metrics`
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
         self.epochs: list[loaders.Epoch] = []  # one per prepared loader
         self.communication = OneStep()
@@ -246,6 +248,10 @@ class Accelerator(accelerate.Accelerator):
         if not self.preparing and not any(known.is_of(prepared) for known in self.models):
             self.models.append(PreparedModel(prepared, evaluation=evaluation_mode))
         return prepared
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
+        """Nothing: the strategy has split the model. Accelerate's own, with FSDP2, needs transformers below 5."""
+        return args
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
@@ -415,13 +421,31 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""
-        same = self.strategy.same_batch  # then every process has every sample already
-        data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
+        if self.strategy.same_batch:  # then every process has every sample already
+            data = input_data
+        else:
+            self.once = True
+            try:
+                data = super().gather_for_metrics(input_data, use_gather_object)
+            finally:
+                self.once = False
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
                 self.run.stop(self.save_state)
             self.steps.pause()
         return data
+
+    def gather(self, tensor: Any) -> Any:
+        """Accelerate's. For metrics each batch counts once, which the processes of a group of tensor parallel share."""
+        gathered, of_group = super().gather(tensor), self.plan.tp_size
+        if not self.once or of_group == 1:
+            return gathered
+        each = self.num_processes
+
+        def first_of_groups(rows: torch.Tensor) -> torch.Tensor:
+            return rows.view(each, len(rows) // each, *rows.shape[1:])[::of_group].flatten(0, 1)
+
+        return recursively_apply(first_of_groups, gathered)
 
     def stop_if_agreed(self) -> None:
         if self.steps.stopping and self.between_steps:

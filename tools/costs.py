@@ -151,6 +151,18 @@ class TensorParallelCost(StrategyCost):
         return None  # activations, whose size depends on the batch
 
 
+class FSDPTensorParallelCost(FSDPCost):
+    splits_layers = True
+
+    def memory(self, model: WholeModel, settings: Settings, accumulates: bool) -> Memory:
+        memory = super().memory(model, settings, accumulates)
+        memory.communication /= settings.mesh.tp
+        return memory
+
+    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+        return None  # activations, whose size depends on the batch
+
+
 class ZeROCost(StrategyCost):
     divides_state, keeps_fp32, one_model = True, True, True
     hidden_behind = 0.6  # the backward pass
@@ -300,7 +312,8 @@ class MSAMPCost(BackendCost):
 
 STRATEGIES = {
     "single": StrategyCost(0), "ddp": DDPCost(1), "fsdp": FSDPCost(3), "hsdp": HSDPCost(8),
-    "tp": TensorParallelCost(9), "zero1": ZeROCost(1), "zero2": ZeROCost(2), "zero3": ZeROCost(3),
+    "tp": TensorParallelCost(9), "fsdp_tp": FSDPTensorParallelCost(10),
+    "zero1": ZeROCost(1), "zero2": ZeROCost(2), "zero3": ZeROCost(3),
 }  # fmt: skip
 BACKENDS: dict[str | None, BackendCost] = {
     "ao": TorchAOCost(), "te": TransformerEngineCost(), "msamp": MSAMPCost(),

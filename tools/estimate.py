@@ -90,7 +90,7 @@ def tracing_keys(settings: Settings) -> tuple[Key, Key]:
     as_bf16 = cast and not backend.autocasts  # FP8 layers too
     high = {"fp16": "bf16", "fp8": "bf16"}.get(settings.precision, settings.precision)
     by_cast = {"precision": high, "dtype": "bfloat16" if cast else None}
-    plain = by_cast | {"split": settings.shards if strategy.splits_layers else 1}
+    plain = by_cast | {"split": settings.mesh.tp}
     if settings.backend and not as_bf16:
         plain |= {
             "precision": settings.precision,

@@ -135,8 +135,9 @@ def plain_tensors(files: list[Path]) -> Loads:
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
     elif any(tensor_keys.kind(name) == tensor_keys.WEIGHT for name in parts[0]):
-        there = (files[0].parent / checkpoints.STATE).is_file()
-        tensors = from_checkpoint(parts, checkpoints.read_state(files[0].parent)["cuts"] if there else {})
+        folder = files[0].parent
+        cuts = checkpoints.cuts_of(folder) if (folder / checkpoints.STATE).is_file() else ({}, 1)
+        tensors = from_checkpoint(parts, *cuts)
     else:
         tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {
@@ -174,28 +175,31 @@ def timm_name(name: str) -> str:
     return name
 
 
-def from_checkpoint(parts: list[Part], tp_dims: dict[str, int | None]) -> Loads:
+def from_checkpoint(parts: list[Part], tp_dims: dict[str, int | None], of_group: int) -> Loads:
     """Joins the tensors of a checkpoint. A single file holds whole tensors. Several files hold one of these:
 
     - FSDP2's shards, torch.chunk along dimension 0: the last ones are smaller, or empty if there are fewer rows than
       ranks;
-    - slices of tensor parallel: `tp_dims` has the dimension, or None for tensors that are whole on every rank, as
-      buffers;
+    - slices of tensor parallel, in groups of `of_group` ranks: `tp_dims` has the dimension, or None for tensors that
+      are the same on every rank of a group, as buffers. With several groups FSDP2 shards each slice over them;
     - ZeRO's flat slices, stored with the tensor's shape.
     """
     tensors = {}
     for key in parts[0]:
         kind, name, _ = tensor_keys.parsed(key)
         if kind in (tensor_keys.BUFFER, tensor_keys.WEIGHT):
-            at = tp_dims.get(name, 0) if kind == tensor_keys.WEIGHT and len(parts) > 1 else None
-            tensors[name] = partial(joined, parts, key, at, tensor_keys.shape(name))
+            at = tp_dims.get(name) if kind == tensor_keys.WEIGHT else None
+            sharded = kind == tensor_keys.WEIGHT and len(parts) > of_group
+            slices = [parts[rank::of_group][: None if sharded else 1] for rank in range(1 if at is None else of_group)]
+            tensors[name] = partial(joined, slices, key, at or 0, tensor_keys.shape(name))
     return tensors
 
 
-def joined(parts: list[Part], key: str, dim: int | None, shape: str) -> torch.Tensor:
-    """The tensor of the checkpoint's files; dim: along which it is split, or None if each file has it whole. shape: the
+def joined(slices: list[list[Part]], key: str, dim: int, shape: str) -> torch.Tensor:
+    """The tensor of the checkpoint's files. slices: along `dim`, for each the files that have shards of it. shape: the
     key of its shape, if it was stored flat."""
-    tensor = parts[0][key] if dim is None else torch.cat([part[key] for part in parts], dim)
+    tensor = torch.cat([torch.cat([part[key] for part in parts]) for parts in slices], dim)
+    parts = slices[0]
     return tensor.view(parts[0][shape].tolist()) if shape in parts[0] else tensor
 
 

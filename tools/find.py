@@ -96,7 +96,8 @@ def listing() -> Iterator[str]:
 
 def order(name: str) -> tuple[str, int, str, bool]:
     """Sort key of a config's name. FP8 that is compiled comes before the same that is not, which is slower."""
-    strategy, precision = name.split("_")[:2]
+    strategy, precision = re.split(f"_(?=(?:{'|'.join(PRECISIONS)})(?:_|$))", name)[:2]
+    precision = precision.split("_")[0]
     same = name.removesuffix("_compile") if precision == "fp8" else name
     return strategy, PRECISIONS.index(precision), same, same == name
 

@@ -59,7 +59,7 @@ class TorchAO(Backend):
         return in_bf16() | {"kwargs_handlers": self.handlers}
 
     def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
-        skipped = skipped_linears(model, self.plan.skip, size_multiple(self.plan.level))
+        skipped = skipped_linears(model, self.plan.skip, size_multiple(self.plan.level) * self.plan.tp_size)
         names = linears_to_convert(model, skipped)
         if self.gathered_in_fp8:
             refuse_uneven(model, sorted(names), self.plan.num_processes // self.plan.replicas)
@@ -76,14 +76,13 @@ class TorchAO(Backend):
             from torchao.float8 import convert_to_float8_training
 
             convert_to_float8_training(model, config=config(self.plan), module_filter_fn=chosen)
+            complete(model)
         return skipped
 
     def after_prepare(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, prepared: set[int]
     ) -> list[tuple[str, str]]:
-        for module in model.modules():
-            if kind(module) == "torchao.Float8Linear":
-                module.__class__ = evaluating(type(module))
+        complete(model)
         self.another_optimizer(model, optimizer)
         return []
 
@@ -118,14 +117,23 @@ def config(plan: "Plan") -> "Float8LinearConfig":
     return replace(Float8LinearConfig.from_recipe_name(str(plan.level)), emulate=plan.emulated, **options)
 
 
+def complete(model: nn.Module) -> None:
+    for module in model.modules():
+        if kind(module) == "torchao.Float8Linear":
+            module.__class__ = completed(type(module))
+
+
 @functools.cache  # one for all layers: compiled blocks are alike only if the classes of their layers are
-def evaluating(cls: type[nn.Module]) -> type[nn.Module]:
+def completed(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of torchao's layer `cls` that computes an evaluation without FP8, and no rows at all, which an expert
-    gets that no token is sent to: torchao takes no amax of them."""
+    gets that no token is sent to: torchao takes no amax of them. It knows a CPU's autocast, too."""
 
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        plain = not x.numel() or not in_fp8(self, x)
-        return plain_linear(self, x) if plain else once_differentiable(cls.forward(self, x))
+        if not x.numel() or not in_fp8(self, x):
+            return plain_linear(self, x)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return once_differentiable(cls.forward(self, x))
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": __name__})
 

@@ -52,7 +52,7 @@ STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
 LOADER = {"running": bool, "epoch": readers.count(0, 1 << 40), "same_workers?": bool}
 WHOLE = AGE | RANKS | {
     "steps": STEPS, "models": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
-    "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)},
+    "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)}, "tp?": readers.count(1, MOST),
     "groups": list, "optimizers": list, "schedulers": list, "registered": list, "moments": [{str: str}],
     "loaders": [LOADER],
 }  # fmt: skip
@@ -539,6 +539,16 @@ def read_state(folder: Path) -> dict[str, Any]:
         within = {"keeper": readers.count(0, processes - 1), "replicas": readers.count(1, processes)}
         return readers.of_kind(folder / STATE, state, within)
     except ValueError as error:
+        raise Refused(f"{error}: take another checkpoint") from None
+
+
+def cuts_of(folder: Path) -> tuple[dict[str, int | None], int]:
+    """({name: dimension along which tensor parallel has split it, or None}, by how many processes) in a checkpoint's
+    state. Raises Refused."""
+    try:
+        state = state_of(folder, {key: WHOLE[key] for key in ("cuts", "tp?")})
+        return state["cuts"], state.get("tp", 1)
+    except DAMAGE as error:
         raise Refused(f"{error}: take another checkpoint") from None
 
 

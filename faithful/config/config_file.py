@@ -238,10 +238,10 @@ def grammar(name: str) -> dict[str, str | bool | None] | None:
     The form is <strategy>_<precision>[_<backend>[_<level>]][_<tail>]. Raises Refused if a name begins with a strategy
     and goes on with an unknown word.
     """
-    strategy, *rest = name.split("_")
-    if strategy not in STRATEGIES or not rest:
+    strategy = max((each for each in STRATEGIES if name.startswith(f"{each}_")), key=len, default=None)
+    if strategy is None:
         return None
-    precision, *rest = rest
+    precision, *rest = name.removeprefix(f"{strategy}_").split("_")
     promised = {"strategy": strategy, "precision": precision, "backend": None, "level": None}
     unknown = [] if precision in PRECISIONS.values() else [precision]
     if precision == "fp8":

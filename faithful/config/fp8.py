@@ -99,7 +99,7 @@ class TorchAORules(BackendRules):
                 f"torchao gathers in FP8 with tensorwise scales only, not {level}: set "
                 "enable_fsdp_float8_all_gather to false in fp8_config"
             )
-        if settings.ram_efficient and strategy in ("fsdp", "hsdp"):
+        if settings.ram_efficient and settings.sharded:
             yield "torchao with fsdp_cpu_ram_efficient_loading, which Accelerate refuses: set the key to false"
         if level == "mxfp4" and machine.devices:
             yield (

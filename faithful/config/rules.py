@@ -68,7 +68,12 @@ def notes(settings: Settings, machine: "Machine") -> list[str]:
     """What runs otherwise than the config's words say, with the same result, or slower than it could on this machine:
     one line each."""
     lines = list(fsdp.notes(settings.fsdp, settings.strategy))
-    if settings.built_once and settings.num_processes > 1 and not settings.ram_efficient:
+    if settings.sharded and settings.fsdp.ram_efficient and settings.mesh.tp > 1:
+        lines.append(
+            "fsdp_cpu_ram_efficient_loading: ignored beside tensor parallel, each process splits the layers that it "
+            "has built"
+        )
+    elif settings.built_once and settings.num_processes > 1 and not settings.ram_efficient:
         key = "zero3_init_flag" if settings.deepspeed.init else "fsdp_cpu_ram_efficient_loading"
         lines.append(
             f"{key} is off with -m faithful: each process builds the whole model before it is sharded. "

@@ -15,7 +15,7 @@ from typing import Any
 from faithful.config import deepspeed, fp8, fsdp, keys
 from faithful.config.fsdp import FSDP
 from faithful.config.keys import digits, flag, full, on, whole_number
-from faithful.config.strategies import Mesh, Settings
+from faithful.config.strategies import STRATEGIES, FSDPRules, Mesh, Settings
 from faithful.errors import Refused
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
@@ -43,14 +43,15 @@ def read_env(env: Mapping[str, str]) -> Settings:
     elif of_fsdp.version:
         if of_fsdp.hybrid and local < world:  # a machine has a whole model
             sizes = Mesh(dp_replicate=world // local, dp_shard=local)
-        strategy = "hsdp" if sizes.dp_replicate > 1 else "fsdp"
+        strategy = "fsdp_tp" if sizes.tp > 1 else "hsdp" if sizes.dp_replicate > 1 else "fsdp"
     elif sizes.tp > 1:
         strategy = "tp"
     else:
         strategy = "ddp" if "LOCAL_RANK" in env else "single"
-    if strategy not in ("fsdp", "hsdp"):
+    if not isinstance(STRATEGIES.get(strategy), FSDPRules):
         of_fsdp = of_fsdp.unread()
     store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    once = (of_fsdp.ram_efficient and sizes.tp == 1) or of_deepspeed.init
     return Settings(
         strategy=strategy,
         precision=PRECISIONS.get(precision, precision),
@@ -61,7 +62,7 @@ def read_env(env: Mapping[str, str]) -> Settings:
         whole_model=not flag(env, "dynamo_use_regional_compilation"),
         restarts_in_vain=store and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         use_cpu=flag(env, "use_cpu"),
-        ram_efficient=world > 1 and (of_fsdp.ram_efficient or of_deepspeed.init) and on(env.get(ONCE, "1")),
+        ram_efficient=world > 1 and once and on(env.get(ONCE, "1")),
         fsdp=of_fsdp,
         deepspeed=of_deepspeed,
         fp8=of_fp8,

@@ -14,6 +14,7 @@ from faithful.config.deepspeed import DeepSpeed
 from faithful.config.fsdp import FSDP
 
 BUCKET = 50_000_000  # gradient elements per reduction of ZeRO. DeepSpeed's default is ten times that: gigabytes
+SPLIT = [("ao", level) for level in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]  # FP8 in tensor parallel
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,12 @@ class Settings:
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 shards the model."""
-        return self.strategy in ("fsdp", "hsdp")
+        return isinstance(self.rules, FSDPRules)
 
     @property
     def shards(self) -> int:
         """The processes over which the strategy divides what it divides."""
-        return self.mesh.dp_shard if self.strategy == "hsdp" else self.num_processes
+        return self.mesh.dp_shard * self.mesh.tp if self.strategy in ("hsdp", "fsdp_tp") else self.num_processes
 
     @property
     def offload(self) -> bool:
@@ -159,13 +160,7 @@ class FSDPRules(StrategyRules):
     replicates = False
 
     def problems(self, settings: Settings) -> Iterator[str]:
-        mesh = settings.mesh
-        if "tp" in mesh.sizes:
-            yield (
-                f"tensor parallel with FSDP2 ({mesh}): Accelerate 1.15 imports ReplicateParallel for it, which "
-                "transformers 5 does not have: use hsdp_bf16"
-            )
-        elif mesh.sizes.keys() & {"cp", "sp"}:
+        if settings.mesh.sizes.keys() & {"cp", "sp"}:
             yield self.no_context_parallel(settings)
         elif problem := self.problem_of_sizes(settings) or wrong_product(settings):
             yield problem
@@ -183,6 +178,23 @@ class HSDPRules(FSDPRules):
         return "hsdp without parallelism_config_dp_shard_size shards nothing: set it, or use a ddp file"
 
 
+class FSDPTensorParallelRules(FSDPRules):
+    title = "FSDP2 or HSDP with tensor parallel: the parts of split layers are sharded over groups of processes"
+    family = "fsdp"
+
+    def problem_of_sizes(self, settings: Settings) -> str | None:
+        if settings.precision == "fp8":
+            return f"FP8 with FSDP2 and tensor parallel ({settings.mesh}): use tp_fp8, fsdp_fp8, or fsdp_tp_bf16"
+        if settings.fsdp.offload or settings.fsdp.ignored_modules:
+            return "fsdp_offload_params and fsdp_ignored_modules are not for tensor parallel: leave them out"
+        if settings.mesh.dp_shard > 1:
+            return None
+        return (
+            f"FSDP2 with {settings.mesh} has no processes to shard over: set parallelism_config_dp_shard_size, or use "
+            "tp_bf16"
+        )
+
+
 class TensorParallelRules(StrategyRules):
     title, family = "Tensor parallel: each layer is split over the processes", "tp"
     rehearsed_as = "MULTI_GPU"
@@ -192,10 +204,13 @@ class TensorParallelRules(StrategyRules):
         if len(settings.mesh.sizes) > 1:
             yield (
                 f"tensor parallel beside data parallel ({settings.mesh}): without FSDP2 Accelerate refuses it, or sums "
-                "no gradients. Set parallelism_config_tp_size alone, or use hsdp_bf16"
+                "no gradients. Use fsdp_tp_bf16, or set parallelism_config_tp_size alone"
             )
-        elif settings.precision == "fp8":  # torchao fails, amp8 converts none, emulated TE is in bf16
-            yield "tp in fp8: no FP8 layer here takes a weight that is split: use tp_bf16, or fsdp_fp8"
+        elif settings.precision == "fp8" and (settings.backend, settings.level) not in SPLIT:
+            yield (
+                f"tp in fp8 {settings.backend} {settings.level}: of the FP8 layers here torchao's, with one scale for "
+                "a tensor or a row, take a weight that is split: use tp_fp8, or tp_bf16"
+            )
         elif problem := wrong_product(settings):
             yield problem
 
@@ -213,6 +228,7 @@ STRATEGIES: dict[str, StrategyRules] = {
     "fsdp": FSDPRules("fsdp"),
     "hsdp": HSDPRules("hsdp"),
     "tp": TensorParallelRules("tp"),
+    "fsdp_tp": FSDPTensorParallelRules("fsdp_tp"),
     "zero1": ZeRORules("zero1"),
     "zero2": ZeRORules("zero2"),
     "zero3": ZeRORules("zero3"),

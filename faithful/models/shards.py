@@ -7,7 +7,7 @@ Where an index selects along the sharded dimension, torch gathers the tensor and
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from faithful import patches
 from faithful.errors import Refused
 from faithful.models.averages import like
+from faithful.tensors.names import by_mesh
 
 ROW = "DTensor.__setitem__, data, item, methods that change it"
 OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
@@ -131,15 +132,6 @@ def move_hooks(hooks: Hooks, parameter: torch.Tensor) -> None:
         parameter._backward_hooks = before
     if after:
         parameter._post_accumulate_grad_hooks = after
-
-
-def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Splits tensors into what torch computes with in one call: those that are no DTensors, then the DTensors of each
-    mesh, of fewest dimensions first."""
-    parts: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        parts.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return [parts[mesh] for mesh in sorted(parts, key=lambda mesh: mesh.ndim if mesh else 0)]
 
 
 def step_in_turn(optimizer: torch.optim.Optimizer) -> None:

@@ -91,6 +91,7 @@ class RunState:
             "alone": alone,
             "registered": pack(registered, tensors, "registered"),
             "cuts": strategy.tp_dims(models[0].model) if models else {},
+            "tp": plan.tp_size,
         }
         return parts | (tensors if keeps else {}), state
 
@@ -107,6 +108,8 @@ class RunState:
             for key in fixed
             if state["plan"][key] != getattr(plan, key)
         ]
+        if plan.tp_size != (of_group := state.get("tp", plan.tp_size)):
+            differs.append(f"parallelism_config_tp_size {of_group} -> {plan.tp_size}")
         if differs:
             raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
         keeper = state["keeper"]  # who stored, on this disk, what all processes had alike

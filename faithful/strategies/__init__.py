@@ -17,6 +17,7 @@ STRATEGIES = {
     "fsdp": "faithful.strategies.fsdp:FSDP",
     "hsdp": "faithful.strategies.fsdp:HSDP",
     "tp": "faithful.strategies.tp:TensorParallel",
+    "fsdp_tp": "faithful.strategies.fsdp_tp:FSDPTensorParallel",
     "zero1": "faithful.strategies.deepspeed.zero:ZeRO",
     "zero2": "faithful.strategies.deepspeed.zero:ZeRO",
     "zero3": "faithful.strategies.deepspeed.zero:ZeRO",

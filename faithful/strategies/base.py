@@ -117,8 +117,15 @@ class Strategy:
         """The arguments of `accelerator.prepare`, with real objects in place of those that only a config describes."""
         return args
 
+    def has_split(self, model: nn.Module) -> bool:
+        """Whether the script's model is distributed already, as this strategy would do it."""
+        return False
+
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Called before `accelerator.prepare`, to change the model. optimizer: its, or None if it comes later."""
+
+    def after_convert(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Called when the backend has converted the model's layers, before `accelerator.prepare`."""
 
     def prepare(
         self, session: Session, accelerates: Accelerates, args: tuple[Any, ...], device_placement: list[bool] | None
@@ -302,6 +309,7 @@ def needs_whole_model(error: str) -> Refused | None:
     )
 
 
+MIXED = ("got mixed torch.Tensor and DTensor", "on inputs with different meshes")
 UNKNOWN_TO_SHARDS = ("unbind along the sharded dimension", "not supported with DTensor", "no valid sharding strategy")
 
 
@@ -319,7 +327,7 @@ def mixes_shards(error: str) -> Refused | None:
             f"the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have "
             f"({error.partition(':')[0]} in place of a sum or norm): use another optimizer, or a ddp config"
         )
-    if "got mixed torch.Tensor and DTensor" not in error:
+    if not any(said in error for said in MIXED):
         return None
     return Refused(
         "the script computes with sharded weights and whole tensors together, which FSDP2 does not allow: perhaps in "

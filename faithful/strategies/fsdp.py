@@ -72,10 +72,11 @@ class FSDP(Strategy):
         )
         return {"fsdp_plugin": plugin}
 
-    def started(self, session: Session) -> None:
+    def started(self, session: Session) -> torch.amp.GradScaler | None:
         compile_for_this_rank(session)
         if self.plan.ram_efficient:
             meta_init.start(session.is_main)
+        return None
 
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so

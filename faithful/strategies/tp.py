@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
 from faithful.models import shards
 from faithful.strategies.base import Pieces, Session, Strategy, compile_for_this_rank, mixes_shards, whole_tensor
-from faithful.tensors.names import fingerprint, parameters_of, plain_names
+from faithful.tensors.names import by_mesh, fingerprint, parameters_of, plain_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,49 +27,63 @@ if TYPE_CHECKING:
 KNOWN = {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
 
 
-class TensorParallel(Strategy):
+class Split(Strategy):
+    """What each strategy does whose layers are split over groups of processes. A group computes one batch."""
+
+    def started(self, session: Session) -> torch.amp.GradScaler | None:
+        super().started(session)
+        compile_for_this_rank(session)
+        if self.plan.precision != "fp16":
+            return None
+        return Scaler(session.device.type, **(session.scaling.to_kwargs() if session.scaling else {}))
+
+    def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.need_both(optimizer)
+        check(model, self.plan.tp_size)
+        super().before_prepare(session, model, optimizer)
+        if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
+            raise Refused(
+                "the processes built models with different weights: call set_seed, with the same seed, "
+                "before building the model"
+            )
+
+    def after_convert(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Splits the model, and gives the optimizer the split parameters."""
+        shards.take_writes()
+        mesh = mesh_of_group()
+        split(model, self.need_both(optimizer), mesh, session.device)
+        first = session.rank - mesh.get_local_rank()
+        torch.manual_seed(gather_object([torch.initial_seed()])[first])  # a group has one dropout mask
+
+    def counted(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        first = mesh_of_group().get_local_rank() == 0  # counts what all of a group have, too
+        return {name: parameter for name, parameter in parameters.items() if first or is_split(parameter)}
+
+    def tp_dims(self, model: nn.Module) -> dict[str, int | None]:
+        # pyrefly: ignore[missing-attribute]
+        return {name: p.placements[-1].dim if is_split(p) else None for name, p in parameters_of(model)}
+
+
+class TensorParallel(Split):
     distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
     must_shard = True
     same_batch = True
     mixes_dtensors = True
     exchanges_in_passes = True
 
-    def started(self, session: Session) -> torch.amp.GradScaler | None:
-        compile_for_this_rank(session)
-        if self.plan.precision == "fp16":
-            return Scaler(session.device.type, **(session.scaling.to_kwargs() if session.scaling else {}))
-
-    def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Splits the model, and gives the optimizer the split parameters."""
-        optimizer = self.need_both(optimizer)
-        mesh = AcceleratorState().device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
-        check(model, mesh.size())
-        if len(set(gather_object([fingerprint(model)]))) > 1:  # each process takes its shard from its own copy
-            raise Refused(
-                "the processes built models with different weights: call set_seed, with the same seed, "
-                "before building the model"
-            )
-        shards.take_writes()
-        split(model, optimizer, mesh, session.device)
-        [seed] = broadcast_object_list([torch.initial_seed()])
-        torch.manual_seed(seed)  # all compute the same batch, with the same dropout mask
+    def has_split(self, model: nn.Module) -> bool:
+        """By transformers' DistributedConfig, as it is loaded. Its layers are not converted to FP8 afterwards."""
+        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        same = [(mesh.mesh_dim_names, mesh.size()) for mesh in meshes] == [(("tp",), self.plan.tp_size)]
+        return same and self.plan.precision != "fp8"
 
     def not_averaged(self, optimizer: torch.optim.Optimizer, prepared: set[int]) -> set[int]:
         return set()  # all compute the same batch, and so the same gradients
-
-    def counted(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        if all(p.device_mesh.get_local_rank() == 0 for p in parameters.values() if isinstance(p, DTensor)):
-            return parameters
-        return {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
 
     def pieces(self, model: nn.Module) -> Pieces:
         like = functools.partial(torch.empty, device="meta")
         state = plain_names(model.state_dict().items())
         return {name: (like(t.shape, dtype=t.dtype), functools.partial(whole_tensor, t)) for name, t in state}
-
-    def tp_dims(self, model: nn.Module) -> dict[str, int | None]:
-        # pyrefly: ignore[missing-attribute]
-        return {name: p.placements[0].dim if isinstance(p, DTensor) else None for name, p in parameters_of(model)}
 
     def explain(self, error: str) -> Refused | None:
         return mixes_shards(error)
@@ -82,10 +96,20 @@ class Scaler(torch.amp.GradScaler):
     # pyrefly: ignore[bad-override]
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor] = {}
-        for part in shards.by_mesh(p for group in optimizer.param_groups for p in group["params"]):
+        for part in by_mesh(p for group in optimizer.param_groups for p in group["params"]):
             of_part = super()._unscale_grads_(cast(Any, SimpleNamespace(param_groups=[{"params": part}])), *args)
             found |= {device: torch.maximum(inf, found.get(device, inf)) for device, inf in of_part.items()}
         return found
+
+
+def mesh_of_group() -> "DeviceMesh":
+    """The processes that compute one batch with this one."""
+    return AcceleratorState().device_mesh["tp"]  # pyrefly: ignore[unsupported-operation]
+
+
+def is_split(parameter: torch.Tensor) -> bool:
+    """Whether a group splits it. The mesh's last dimension is then the group's."""
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", device: torch.device) -> None:
@@ -93,7 +117,9 @@ def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", devi
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     whole, modules = dict(model.named_parameters()), dict(model.named_modules())
-    if hasattr(model, "_resolve_parallel_plans"):
+    if any(map(is_split, whole.values())):
+        pass  # transformers has split it
+    elif hasattr(model, "_resolve_parallel_plans"):
         splits = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
         kept = {name: splits[name] for name in splits if name in whole or name in modules}
         apply_tensor_parallelism(model, mesh, kept)

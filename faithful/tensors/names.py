@@ -80,7 +80,9 @@ def fingerprint(model: nn.Module) -> str | None:
     process has no values of them (faithful/models/meta_init.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    sums = [(name, torch.hash_tensor(hashable(p.detach())).item()) for name, p in model.named_parameters() if p.numel()]
+    wholes = ((name, p.detach()) for name, p in model.named_parameters() if p.numel())
+    wholes = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in wholes)
+    sums = [(name, torch.hash_tensor(hashable(p)).item()) for name, p in wholes]
     return sha256(repr(sums).encode()).hexdigest()
 
 
@@ -111,3 +113,12 @@ def sum_of_sample_hashes(tensors: Iterable[torch.Tensor]) -> int:
         parts = b"".join(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for part in sample)
         total += int.from_bytes(sha256(parts).digest(), "big")
     return total % 2**256
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Splits tensors into what torch computes with in one call: those that are no DTensors, then the DTensors of each
+    mesh, of fewest dimensions first."""
+    parts: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return [parts[mesh] for mesh in sorted(parts, key=lambda mesh: mesh.ndim if mesh else 0)]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from faithful import patches
 from faithful.backends.base import Backend
 from faithful.errors import Refused
-from faithful.models.shards import by_mesh
 from faithful.strategies.base import GradientsElsewhere, Strategy
+from faithful.tensors.names import by_mesh
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]  # what torch's functions take
 

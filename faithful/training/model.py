@@ -71,12 +71,14 @@ def convert(
     session: Session, strategy: Strategy, backend: Backend, model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> Layers:
     """Converts a model in place as planned. Returns its Layers before the conversion."""
-    guard.refuse_shards(model, session.plan.strategy)
+    if not strategy.has_split(model):
+        guard.refuse_shards(model, session.plan.strategy)
     of_model = set(map(id, model.parameters()))
     optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
     layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))
     strategy.before_prepare(session, model, optimizer)
     layers.skipped += backend.convert(model, optimizer)
+    strategy.after_convert(session, model, optimizer)
     if session.plan.compile:
         compile_blocks(model, in_fp8 if backend.eager_in_eval else None)
     return layers

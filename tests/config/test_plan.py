@@ -58,7 +58,7 @@ def test_the_name_the_file_and_accelerate_agree(path):
     says = {key: theirs.fp8.options.get("recipe") if key == "recipe" else getattr(theirs, key) for key in promised}
     assert promised and promised == says
     assert path.read_text().startswith("# ")
-    assert theirs.num_processes == {"single": 1, "hsdp": 4}.get(theirs.strategy, 2)
+    assert theirs.num_processes == {"single": 1, "hsdp": 4, "fsdp_tp": 4}.get(theirs.strategy, 2)
 
 
 def test_the_keys_are_those_of_the_installed_launcher():

@@ -19,12 +19,13 @@ PRECISIONS = {
     level: {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": level.upper()}}
     for level in ("o1", "o2", "o3")
 }
-STRATEGIES = {"single": "o1 o2 o3", "ddp": "o1 o2 o3", "fsdp": "o1 o2", "hsdp": "o1 o2", "tp": "", "zero1": "",
-              "zero2": "", "zero3": ""}  # fmt: skip
+STRATEGIES = {"single": "o1 o2 o3", "ddp": "o1 o2 o3", "fsdp": "o1 o2", "hsdp": "o1 o2", "tp": "", "fsdp_tp": "",
+              "zero1": "", "zero2": "", "zero3": ""}  # fmt: skip
+SPLIT = ("tp", "fsdp_tp")
 CELLS = [  # (strategy, precision) that run on a CPU
     (strategy, precision)
     for strategy, levels in STRATEGIES.items()
-    for precision in ["fp32", "bf16"] + ([] if strategy == "tp" else ["ao", "te", *levels.split()])
+    for precision in ["fp32", "bf16"] + ([] if strategy in SPLIT else ["ao", "te", *levels.split()])
 ]
 IN_FP64 = {("single", "fp32"), ("ddp", "fp32"), ("fsdp", "fp32"), ("hsdp", "fp32")}
 EXACT = 1e-9  # relative, in fp64: sums of other orders, over four steps of AdamW
@@ -60,7 +61,7 @@ def dtype_of(row, strategy, precision):
 def outcomes(rows, strategy, precision, folder):
     """Yields (row, "right", figures), (row, "refused", line) or (row, "wrong", why). The rows share a launch until one of
     them ends it; the next one begins another."""
-    make, left = llama if strategy == "tp" else Net, list(rows)
+    make, left = llama if strategy in SPLIT else Net, list(rows)
     while left:
         here = folder / str(len(left)) / "run"
         here.mkdir(parents=True)
@@ -106,12 +107,12 @@ RELEASED = ["p.data.clamp_ after prepare", "p.data.clamp_ between backward and s
             "load_state_dict after a step", "a penalty over model.parameters()"]  # fmt: skip
 # What strategies/guard.py refuses, each time with the end of a launch.
 GUARDED = {"zero1": GRADIENTS, "zero2": GRADIENTS, "zero3": GRADIENTS + RELEASED} | dict.fromkeys(
-    ("fsdp", "hsdp", "tp"), ["p.grad[:n] = 0", "a penalty over model.parameters()"]
+    ("fsdp", "hsdp", *SPLIT), ["p.grad[:n] = 0", "a penalty over model.parameters()"]
 )
 
 
 def rows_of(strategy):
-    left_out = GUARDED.get(strategy, []) + (list(NEED_BLOCKS) if strategy == "tp" else [])
+    left_out = GUARDED.get(strategy, []) + (list(NEED_BLOCKS) if strategy in SPLIT else [])
     return [row for row in ROWS if row not in left_out]
 
 

@@ -291,8 +291,8 @@ def trained(row, accelerator=None, dtype=torch.float32, make=Net, lr=1e-2):
     if accelerator is not None:
         model, run.optimizer = accelerator.prepare(model, run.optimizer)
         run.model = accelerator.unwrap_model(model)
-        if not accelerator.strategy.same_batch:
-            share = slice(accelerator.process_index, None, accelerator.num_processes)
+        of_group = accelerator.plan.tp_size  # processes that compute one batch
+        share = slice(accelerator.process_index // of_group, None, accelerator.num_processes // of_group)
     run.prepared, run.backward = model, torch.Tensor.backward if accelerator is None else accelerator.backward
 
     def loss_of():

@@ -1,5 +1,7 @@
 """Tensor parallel: layers are split, training equals that of one process, and a batch is counted once."""
 
+import dataclasses
+import functools
 import json
 import math
 import os
@@ -12,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, distance, launched, metrics, record, train, weights
+from conftest import CONFIGS, Ranks, distance, launched, metrics, record, train, weights
 from safetensors.torch import load_file
+from torch.distributed.tensor import Replicate
 
 from faithful import Refused
 from faithful.checkpoint import checkpoints
-from faithful.strategies import tp
+from faithful.strategies import base, tp
 from shared import models, vision
 from tools import export
 
@@ -227,19 +230,92 @@ def test_an_overflow_in_fp16_is_that_of_all_processes(tmp_path, hit):
     made = record(run)
     assert made["evidence"]["dtypes"]["linear_output"] == "float16"
     assert "fp16 compute, gradient scaler" in run.with_suffix(".log").read_text()
-    again = tmp_path / "again"
+    same_when_resumed("tp_fp16", run, tmp_path / "again", *scaler)
+
+
+def same_when_resumed(config, run, again, *words):
+    """Asserts that the run of STEPS, resumed from its step 3 as `again`, is the same."""
     shutil.copytree(run, again)
     shutil.rmtree(again / "checkpoint-6")
-    train("tp_fp16", again, *STEPS, *scaler, "--resume_from_checkpoint", "latest", name="gpt")
+    train(config, again, *STEPS, *words, "--resume_from_checkpoint", "latest", name="gpt")
     assert metrics(again) == metrics(run) and distance(again, run) == 0
+
+
+def losses_and_norms(run):
+    return [row[key] for row in metrics(run) for key in ("loss", "grad_norm") if key in row]
 
 
 def test_its_losses_in_fp16_are_those_of_one_process(tmp_path):
     words = (*STEPS, "--save_steps", 0, "--max_grad_norm", 0.5)
     one, two = (train(f"{name}_fp16", tmp_path / name, *words, name="gpt") for name in ("single", "tp"))
-    for a, b in zip(metrics(one), metrics(two), strict=True):
-        for key in a.keys() & {"loss", "grad_norm"}:
-            assert a[key] == pytest.approx(b[key], rel=2e-3), (a, b)
+    assert losses_and_norms(two) == pytest.approx(losses_and_norms(one), rel=2e-3)
+
+
+def test_its_fp8_trains_as_one_process_s_and_resumes(tmp_path):
+    run, one = (train(f"{name}_fp8", tmp_path / name, *STEPS, name="gpt") for name in ("tp", "single"))
+    assert losses_and_norms(run) == pytest.approx(losses_and_norms(one), rel=1e-2)
+    made, skipped = record(run)["evidence"], record(one)["evidence"]["linear_skipped"]
+    left_out = [[layer["name"] for layer in each] for each in (made["linear_skipped"], skipped)]
+    assert made["linear_converted"] == 27 and left_out[0] == left_out[1]
+    assert made["sharded"] and made["optimizer_owns_all"] and made["bytes_per_parameter"]["total"] == 16.0
+    assert "skipped lm_head (272 is not a multiple of 32)" in run.with_suffix(".log").read_text()
+    same_when_resumed("tp_fp8", run, tmp_path / "again")
+    assert "from checkpoint-6 (2 files)" in export.export(run, tmp_path / "out.safetensors", step=6)
+    made, final = load_file(tmp_path / "out.safetensors"), weights(run)
+    assert made.keys() == final.keys() and all(made[name].equal(final[name]) for name in made)
+
+
+def in_fp8(folder, level):
+    """Writes the largest relative distance of a split FP8 layer's output and gradients to a whole one's, with amaxes of
+    whole tensors, and with those of each process's part."""
+    import torch.distributed as dist
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_utils
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from faithful.backends import torchao
+
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (2,))
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(level), emulate=True)
+
+    def computed(style):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96))
+        x, gradient = torch.randn(4, 16, 64), torch.randn(4, 16, 96)
+        convert_to_float8_training(model, config=config)
+        torchao.complete(model)
+        if style:
+            apply_tensor_parallelism(model, mesh, dict.fromkeys(("0", "0.weight", "0.bias"), style))
+        out = model(x.requires_grad_())
+        out.backward(gradient)
+        return [out.detach(), x.grad, *(base.whole_tensor(parameter.grad) for parameter in model.parameters())]
+
+    def furthest():
+        whole, ways = computed(None), [computed(style) for style in ("colwise_gather_output", "rowwise_split_input")]
+        return max(((a - b).norm() / a.norm()).item() for split in ways for a, b in zip(whole, split, strict=True))
+
+    of_tensor, found = float8_utils.tensor_to_amax, furthest()
+
+    def of_part(x, *args, **kwargs):
+        if not isinstance(x, tp.DTensor):
+            return of_tensor(x, *args, **kwargs)
+        return tp.DTensor.from_local(of_tensor(x.to_local(), *args, **kwargs), mesh, [Replicate()])
+
+    float8_utils.tensor_to_amax = of_part
+    of_parts = furthest() if level == "tensorwise" else None
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps([found, of_parts]))
+
+
+@pytest.mark.parametrize("level", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_its_fp8_is_that_of_whole_layers(tmp_path, level):
+    """A split operand is rounded with the amax over all processes, so that its FP8 values are those of the whole one.
+    What differs is the order of fp32 sums."""
+    ranks = Ranks("tp_fp8", ["--output_dir", str(tmp_path / "run")], script=lambda: in_fp8(tmp_path, level))
+    assert ranks.wait() == [0, 0], ranks.text()
+    for rank in range(2):
+        away, of_parts = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert away < 1e-5
+        assert level != "tensorwise" or of_parts > 1e-3, "scales of parts would be seen"
 
 
 def test_its_checkpoint_is_exported_whole(whole, tmp_path):
@@ -293,7 +369,7 @@ def test_torch_s_kernels_for_many_tensors_take_no_mixture():
     """torch's fused and foreach optimizers do not take DTensors and plain tensors together, so `split` turns
     them off."""
     import torch.distributed as dist
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -336,3 +412,48 @@ def test_accelerate_launch_itself(whole, tmp_path):
     assert distance(tmp_path / "run", whole[0]) == 0
     assert record(tmp_path / "run")["evidence"] == record(whole[0])["evidence"]
     assert math.isfinite(record(tmp_path / "run")["final"]["metrics"]["perplexity"])
+
+
+def loads_a_model(folder, by_transformers):
+    """What a rank runs: the script trains a model that it has loaded, whole, or split by transformers."""
+    from accelerate.utils import set_seed
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from faithful import Accelerator
+
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    set_seed(0)
+    if accelerator.is_main_process:
+        models.gpt("llama_nano", 256, 32).save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    split = {"distributed_config": DistributedConfig(tp_size=2)} if by_transformers else {}
+    model = LlamaForCausalLM.from_pretrained(folder, **split)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    ids = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_model(model, f"{sys.argv[2]}/model")
+    accelerator.end_training()
+
+
+def test_a_model_that_transformers_has_split_trains_as_one_that_the_config_splits(tmp_path):
+    runs = []
+    for by_transformers in (True, False):
+        script = functools.partial(loads_a_model, tmp_path / "tiny", by_transformers)
+        runs.append(train("tp_bf16", tmp_path / f"run{by_transformers}", script=script))
+    assert distance(*runs) == 0
+    [a, b] = [record(run)["evidence"] for run in runs]
+    assert a == b and a["sharded"] and a["optimizer_owns_all"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["tp_fp8", "fsdp_bf16"])
+def test_where_it_does_not_match_the_config_it_is_refused(tmp_path, config):
+    train(config, tmp_path / "run", script=functools.partial(loads_a_model, tmp_path / "tiny", True), code=2)
+    [line] = [line for line in (tmp_path / "run.log").read_text().splitlines() if line.startswith("refused: ")]
+    assert "is sharded before prepare()" in line and f"the config asks for {config.split('_')[0]}" in line
