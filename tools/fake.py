@@ -149,7 +149,7 @@ def without_values() -> Iterator[None]:
         mock.patch.object(scaling, "in_pieces", lambda function, x, *_, dtype=scaling.E4M3: operand(x, None, dtype)),
         mock.patch.object(emulation, "_rounded", rounded),
         mock.patch.object(emulation, "_nvfp4", lambda x, *_: (rounded(x), x.new_ones((), dtype=torch.float32))),
-        mock.patch.object(gradients, "norms", lambda codes: torch.ones(len(codes))),
+        mock.patch.object(gradients, "squares", lambda codes: torch.ones(len(codes))),
         mock.patch.object(optimizer, "adam_slice", lambda *_: torch.ones(3)),
         mock.patch.object(optimizer, "SLICE", 1 << 62),
     ):

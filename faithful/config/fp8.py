@@ -17,13 +17,9 @@ if TYPE_CHECKING:
     from faithful.launch.machine import Machine
 
 TE_OPTIONS = ("fp8_format", "margin", "amax_history_len", "amax_compute_algo")
-AO_KEYS = "enable_fsdp_float8_all_gather pad_inner_dim"  # of torchao's Float8Linear
 MX = ("mxfp8", "mxfp8_with_gw_hp", "mxfp4")  # torchao's levels with one scale for 32 values
 MX_SCALES = ("rceil", "floor")  # torchao's names of the rules by which that scale is rounded; the first is the default
 SHARE = re.compile(r"last ([0-9]{1,3})%")  # in a skip list, for the last of the Linear layers
-NVFP4_KEYS = "disable_rht disable_stochastic_rounding disable_2d_quantization"  # TransformerEngine's names
-FP4_KEYS = "disable_gradient_estimator disable_outlier_clamping"  # the parts of MS-AMP's FP4
-TE_KEYS = "format margin amax_history_len amax_compute_algo interval override_linear_precision use_autocast_during_eval"
 OVERRIDES = [f"ACCELERATE_FP8_OVERRIDE_{product}" for product in ("FPROP", "DGRAD", "WGRAD")]
 Env = Mapping[str, str]
 
@@ -35,7 +31,6 @@ class BackendRules:
     levels: tuple[str, ...] = ()  # the first is the default
     level_key = "recipe"  # of fp8_config
     recipes: dict[str, str] = {}  # {word of a config's name: the recipe that it stands for}
-    keys = ""  # of fp8_config that the backend reads, beside backend and skip
     skip = ""  # the default of `skip`, as in the backend's own recipes
     compiles: str | None = None  # what compiles kernels without dynamo_config, for a message
     runs_on_cpu = True  # whether its own layers compute on a CPU, in the formats that they have on a GPU
@@ -44,8 +39,11 @@ class BackendRules:
         self.name = name
 
     def reads(self, section: Mapping[str, Any]) -> list[str]:
-        """The keys that the backend reads where a file says `section`, whose keys are without their prefix."""
-        return ["backend", "skip", *self.keys.split()]
+        """The keys that the backend reads where a file says `section`, by the table. All without their prefix."""
+        recipe = section.get("recipe") or (self.levels[0] if self.level_key == "recipe" else "")
+        readers = {"Plan", key_of(self.name), f"{key_of(self.name)} {recipe}"}
+        rows = [key for key in keys.TABLE["fp8_config"] if readers & {*key.reader.split(", ")}]
+        return [key.name.removeprefix("fp8_") for key in rows]
 
     def level(self, env: Env) -> str:
         return text(env, "fp8_recipe", self.levels[0])
@@ -70,12 +68,7 @@ class BackendRules:
 class TorchAORules(BackendRules):
     implementation = "torchao"
     levels = ("tensorwise", "rowwise", "rowwise_with_gw_hp", *MX)
-    keys = "recipe"
     skip = "first, last"
-
-    def reads(self, section: Mapping[str, Any]) -> list[str]:
-        more = "scale_calculation_mode" if section.get("recipe") in MX else AO_KEYS
-        return [*super().reads(section), *more.split()]
 
     def options(self, env: Env, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
         if level in MX:  # whose weights are gathered in 16 bit
@@ -131,19 +124,13 @@ class TorchAORules(BackendRules):
 class TransformerEngineRules(BackendRules):
     implementation = "transformer_engine"
     levels = ("delayed", "current", "block", "mxfp8", "nvfp4")
-    keys = "recipe use_mxfp8_block_scaling"
     runs_on_cpu = False
-
-    def reads(self, section: Mapping[str, Any]) -> list[str]:
-        recipe = section.get("recipe", "delayed")
-        more = {"delayed": TE_KEYS, "current": "format", "block": "format", "nvfp4": NVFP4_KEYS}.get(recipe, "")
-        return [*super().reads(section), *more.split()]
 
     def options(self, env: Env, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
         if level == "delayed":
             return of_delayed_scaling(env), []
         if level == "nvfp4":
-            return turned_on(NVFP4_KEYS, env), []
+            return turned_on("TE nvfp4", env), []
         chosen = {"fp8_format": text(env, "fp8_format", "HYBRID")} if level in ("current", "block") else {}
         return chosen, []
 
@@ -178,20 +165,15 @@ class MSAMPRules(BackendRules):
     levels = ("o2", "o1", "o3")
     level_key = "opt_level"
     recipes = {"te": "te_delayed", "fp4": "fp4"}  # a level whose layers compute in another way
-    keys = "opt_level recipe"
     compiles = "MS-AMP's level"
-
-    def reads(self, section: Mapping[str, Any]) -> list[str]:
-        more = {"te_delayed": TE_KEYS, "fp4": FP4_KEYS}.get(str(section.get("recipe")), "")
-        return [*super().reads(section), *more.split()]
 
     def level(self, env: Env) -> str:
         return text(env, "fp8_opt_level", "O2").lower()
 
     def options(self, env: Env, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:
         recipe = text(env, "fp8_recipe")
-        options = {"te_delayed": of_delayed_scaling, "fp4": partial(turned_on, FP4_KEYS)}.get(recipe, lambda _: {})(env)
-        return {"recipe": recipe} | options if recipe else {}, []
+        of_recipe = {"te_delayed": of_delayed_scaling, "fp4": partial(turned_on, "MSAMP fp4")}
+        return {"recipe": recipe} | of_recipe.get(recipe, lambda _: {})(env) if recipe else {}, []
 
     def problems(self, settings: Settings, machine: "Machine") -> Iterator[str]:
         strategy, recipe = settings.strategy, settings.fp8.options.get("recipe", "te_delayed")
@@ -266,9 +248,10 @@ def parse(env: Mapping[str, str], precision: str, sharded: bool) -> FP8:
     return FP8(backend, level, options, skip, without_effect, notes)
 
 
-def turned_on(keys: str, env: Env) -> dict[str, Any]:
-    """Those of the keys that are true."""
-    return {name: True for name in keys.split() if flag(env, f"fp8_{name}")}
+def turned_on(reader: str, env: Env) -> dict[str, Any]:
+    """Those of the reader's keys that are true."""
+    names = [key.name for key in keys.TABLE["fp8_config"] if key.reader == reader]
+    return {name.removeprefix("fp8_"): True for name in names if flag(env, name)}
 
 
 def of_delayed_scaling(env: Env) -> dict[str, Any]:

@@ -64,6 +64,8 @@ def mesh(name: str) -> Key:
     return Key(f"parallelism_config_{name}_size", "int", f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, "Plan", 1, MANY)
 
 
+FLOAT8 = "AO tensorwise, AO rowwise, AO rowwise_with_gw_hp"  # readers: backends, with the recipe that reads it
+DELAYED = "TE delayed, MSAMP te_delayed"
 UNREAD = ""  # the reader of keys of earlier versions, or that `accelerate config` itself writes
 DEVICES = ("none", "cpu", "nvme")
 TABLE: dict[str, tuple[Key, ...]] = {
@@ -109,22 +111,22 @@ TABLE: dict[str, tuple[Key, ...]] = {
         fp8("recipe", reader="AO, TE, MSAMP"),  # ours, as are all that are not Accelerate's: it hands on any key
         fp8("skip", "list", reader="Plan"),
         fp8("opt_level", default="O2", reader="MSAMP"),
-        fp8("enable_fsdp_float8_all_gather", "bool", True),
-        fp8("pad_inner_dim", "bool", True),
-        fp8("scale_calculation_mode"),  # torchao's MXFP8Linear
-        fp8("format", default="HYBRID", reader="TE, MSAMP"),
-        fp8("margin", "int", 0, "TE, MSAMP", least=0),
-        fp8("amax_history_len", "int", 1024, "TE, MSAMP", least=1, most=MANY),
-        fp8("amax_compute_algo", default="most_recent", reader="TE, MSAMP"),
-        fp8("disable_rht", "bool", reader="TE"),  # these three are of its NVFP4BlockScaling
-        fp8("disable_stochastic_rounding", "bool", reader="TE"),
-        fp8("disable_2d_quantization", "bool", reader="TE"),
-        fp8("disable_gradient_estimator", "bool", reader="MSAMP"),  # parts of its FP4
-        fp8("disable_outlier_clamping", "bool", reader="MSAMP"),
-        fp8("interval", "int", 1, "a refusal", least=1),
-        fp8("use_autocast_during_eval", "bool", False, "a refusal"),
-        fp8("use_mxfp8_block_scaling", reader="a refusal"),
-        *launcher("fp8_override_linear_precision", "list", "a refusal"),  # a variable for each product
+        fp8("enable_fsdp_float8_all_gather", "bool", True, FLOAT8),
+        fp8("pad_inner_dim", "bool", True, FLOAT8),
+        fp8("scale_calculation_mode", reader="AO mxfp8, AO mxfp8_with_gw_hp, AO mxfp4"),  # torchao's MXFP8Linear
+        fp8("format", default="HYBRID", reader=f"{DELAYED}, TE current, TE block"),
+        fp8("margin", "int", 0, DELAYED, least=0),
+        fp8("amax_history_len", "int", 1024, DELAYED, least=1, most=MANY),
+        fp8("amax_compute_algo", default="most_recent", reader=DELAYED),
+        fp8("disable_rht", "bool", reader="TE nvfp4"),  # these three are of its NVFP4BlockScaling
+        fp8("disable_stochastic_rounding", "bool", reader="TE nvfp4"),
+        fp8("disable_2d_quantization", "bool", reader="TE nvfp4"),
+        fp8("disable_gradient_estimator", "bool", reader="MSAMP fp4"),  # parts of its FP4
+        fp8("disable_outlier_clamping", "bool", reader="MSAMP fp4"),
+        fp8("interval", "int", 1, DELAYED, least=1),  # this and the next ones are refused if they change something
+        fp8("use_autocast_during_eval", "bool", False, DELAYED),
+        fp8("use_mxfp8_block_scaling", reader="TE"),
+        *launcher("fp8_override_linear_precision", "list", DELAYED),  # a variable for each product
         *launcher("fp8_optimization_level fp8_amax_history_length fp8_amax_compute_algorithm", reader=UNREAD),
     ),
     "dynamo_config": (

@@ -24,7 +24,9 @@ class RoundedRules(fp8.BackendRules):
 
     implementation = "rounded"
     levels = ("tensor", "row")
-    keys = "recipe margin"
+
+    def reads(self, section):
+        return ["backend", "skip", "recipe", "margin"]
 
     def options(self, env, level, sharded):
         return {"margin": keys.whole(env, "fp8_margin", 0)}, []

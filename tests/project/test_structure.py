@@ -177,7 +177,7 @@ def test_rooms_are_small_and_say_what_they_hold():
 # {room: lines that its Python files may have}. A number may only go down, or up with the reason beside it.
 LINES = {
     "faithful/*.py": 1700,  # the Accelerator writes its attributes, where strategies and backends did
-    "faithful/backends": 1550,
+    "faithful/backends": 1500,
     "faithful/checkpoint": 1050,
     "faithful/config": 1800,
     "faithful/disk": 700,
