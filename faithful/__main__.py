@@ -57,7 +57,11 @@ def take_its_place() -> None:
     trainer.change()  # again, if a run of this process has ended
     if settings.ONCE not in os.environ:  # the script may use weights of models before, or without, `prepare`
         patches.set_environment(settings.ONCE, "0")
-    plan.resolve()  # before the script asks torch or transformers for the device
+    made = plan.resolve()  # before the script asks torch or transformers for the device
+    if made.rehearsal and made.strategy.startswith("zero"):  # TrainingArguments start DeepSpeed before an Accelerator
+        from faithful.strategies.deepspeed.zero import compile_nothing
+
+        compile_nothing()
     Accelerator.async_save = False  # the script may read what it has just saved
     Accelerator.model_card = False  # and knows what else it leaves
     original = accelerate.accelerator.Accelerator
