@@ -525,8 +525,9 @@ def counted(rows):
     return {"tried": tried, "survived": tried - len(wrong)}
 
 
-def family(name, words):
-    """The row of one family: its tests are run, and counted. None if there are no such tests."""
+def family(name, words, only=None, before=()):
+    """The row of one family: its tests are run, and counted. None if there are no such tests. Of those that draw inputs
+    it has each. only: pytest's -k, for some of them; `before` are the rows of the others."""
     files = [word.partition("::")[0] for word in words if ".py" in word]
     if not all((ROOT / file).is_file() for file in files):
         print(f"{name}: there is no {', '.join(files)}, left out")
@@ -534,24 +535,32 @@ def family(name, words):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *words, "-m", "slow or not slow"]
+        command += ["-k", only] if only else []
         subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, capture_output=True)
         suite = xml.etree.ElementTree.parse(report).getroot().find("testsuite")
-    failed = [case.get("name") for case in suite.iter("testcase") if {each.tag for each in case} & {"failure", "error"}]
-    row = {"family": name, "tests": files, "tried": int(suite.get("tests")) - int(suite.get("skipped"))}
-    row |= {"survived": row["tried"] - len(failed)}
-    if inputs := sum(int(each.get("value")) for each in suite.iter("property") if each.get("name") == "inputs"):
-        row["inputs"] = inputs  # that the tests have drawn, all of which passed
-    print(json.dumps(row), *failed, flush=True)
-    return row
+    rows = {row["test"]: row for row in before} if only else {}
+    for case in suite.iter("testcase"):
+        test, ends = f"{case.get('classname').rpartition('.')[2]}::{case.get('name')}", {each.tag for each in case}
+        drawn = sum(int(each.get("value")) for each in case.iter("property") if each.get("name") == "inputs")
+        if "skipped" not in ends:
+            rows[test] = {"test": test, "held": not ends & {"failure", "error"}, "inputs": drawn}
+    row = {"family": name, "tests": files, "tried": len(rows), "survived": sum(row["held"] for row in rows.values())}
+    print(json.dumps(row), *(test for test, each in rows.items() if not each["held"]), flush=True)
+    drawn = sum(each["inputs"] for each in rows.values())  # by tests all of whose inputs passed
+    return row | ({"inputs": drawn, "rows": [*rows.values()]} if drawn or only else {})
 
 
-def again(names, every, scenarios, output):
+def again(names, every, scenarios, only, output):
     """Runs these families, and writes their rows in the place of those in the output file. scenarios: of two machines'
-    saves, those to run, or all."""
+    saves, those to run, or all. only: see `family`."""
     here = {key: value for key, value in origin(("accelerate",)).items() if key in ("date", "versions", "device")}
     old = {row["family"]: row for row in made(output)["families"]} if output else {}
-    own = {DISKS: lambda: of_machines(every, scenarios, old.get(DISKS, {"rows": ()})["rows"]), BOUNDS: at_bounds}
-    rows = {name: (own[name]() if name in own else family(name, FAMILIES[name])) | here for name in names}
+    kept = {name: row.get("rows", ()) for name, row in old.items()}
+    own = {DISKS: lambda: of_machines(every, scenarios, kept.get(DISKS, ())), BOUNDS: at_bounds}
+    tested = {
+        name: functools.partial(family, name, words, only, kept.get(name, ())) for name, words in FAMILIES.items()
+    }
+    rows = {name: (own | tested)[name]() | here for name in names}
     if output:
         before = made(output)
         families = list(({row["family"]: row for row in before["families"]} | rows).values())
@@ -573,9 +582,12 @@ def main():
     )
     parser.add_argument("--every", type=int, default=1, help="let one of this many file operations fail")
     parser.add_argument("--scenarios", nargs="+", help=f"of {DISKS}, as tests/faulty_io.py names them: only these")
+    parser.add_argument(
+        "--only_tests", metavar="EXPR", help="of families that draw inputs, those that pytest's -k takes"
+    )
     args = parser.parse_args()
     if args.families:
-        return again(args.families, args.every, args.scenarios, args.output)
+        return again(args.families, args.every, args.scenarios, args.only_tests, args.output)
     now = thirteen(args.checkout.resolve(), args.only)
     if not args.output:
         return

@@ -198,7 +198,7 @@ def test_an_unsound_checkpoint_is_known(finished, tmp_path, how):
 
 
 def test_no_byte_of_a_manifest_can_change_unseen(tmp_path):
-    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "trainer_state.json").write_text('{"counter": 1}')
     text = json.dumps({"trainer_state.json": checkpoints.entry(tmp_path / "trainer_state.json")}).encode()
     manifest = tmp_path / "manifest.json"
     manifest.write_bytes(text)
