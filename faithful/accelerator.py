@@ -421,14 +421,11 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""
-        if self.strategy.same_batch:  # then every process has every sample already
-            data = input_data
-        else:
-            self.once = True
-            try:
-                data = super().gather_for_metrics(input_data, use_gather_object)
-            finally:
-                self.once = False
+        same, self.once = self.strategy.same_batch, True  # then every process has every sample already
+        try:
+            data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
+        finally:
+            self.once = False
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
                 self.run.stop(self.save_state)

@@ -5,7 +5,6 @@ the same samples on any number of processes and after any resume. A data set her
 and takes the indices of epoch e from e * len(set) on; it has `fingerprint()` and some of what `about` names.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -209,6 +208,7 @@ def write(path: Path, content: bytes | Callable[[Path], object]) -> None:
 def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
     """`datasets.load_dataset`, with all its types of errors as one line. offline: names that need no network."""
     import datasets
+    from huggingface_hub import constants, get_session
 
     path = Path(name.split(":")[0]).expanduser()
     try:
@@ -217,28 +217,16 @@ def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
         for file in (path, *path.glob("**/*.json*")):
             if file.suffix in (".json", ".jsonl") and file.is_file() and depth_of(file) > 200:
                 raise ValueError(f"{file.name} holds lists in lists more than 200 deep")
-        with contextlib.nullcontext() if path.exists() else asking_the_hub_once():
-            return datasets.load_dataset(*args, **kwargs)
+        if not path.exists():
+            try:
+                get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            except Exception:  # each release has errors of another client
+                constants.HF_HUB_OFFLINE = True  # the cache alone, without six tries for each file
+        return datasets.load_dataset(*args, **kwargs)
     except Exception as error:
         error = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
-
-
-@contextlib.contextmanager
-def asking_the_hub_once() -> Iterator[None]:
-    """Uses what is in the cache if the Hub does not answer, which is tried six times for each file by default."""
-    from huggingface_hub import constants, get_session
-
-    before = constants.HF_HUB_OFFLINE
-    try:
-        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # each release has errors of another client
-        constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def depth_of(file: Path) -> int:

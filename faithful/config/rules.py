@@ -69,10 +69,7 @@ def notes(settings: Settings, machine: "Machine") -> list[str]:
     one line each."""
     lines = list(fsdp.notes(settings.fsdp, settings.strategy))
     if settings.sharded and settings.fsdp.ram_efficient and settings.mesh.tp > 1:
-        lines.append(
-            "fsdp_cpu_ram_efficient_loading: ignored beside tensor parallel, each process splits the layers that it "
-            "has built"
-        )
+        lines.append("fsdp_cpu_ram_efficient_loading: ignored, each process splits the layers that it has built")
     elif settings.built_once and settings.num_processes > 1 and not settings.ram_efficient:
         key = "zero3_init_flag" if settings.deepspeed.init else "fsdp_cpu_ram_efficient_loading"
         lines.append(

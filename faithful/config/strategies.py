@@ -141,7 +141,10 @@ class StrategyRules:
             yield f"parallelism_config is for hsdp and tp files, this one is {self.name}: remove it"
 
     def no_context_parallel(self, settings: Settings) -> str:
-        return f"parallelism_config {settings.mesh}: context and sequence parallel are not supported here, use hsdp"
+        return (
+            f"parallelism_config {settings.mesh}: context and sequence parallel are not supported here: for long "
+            "sequences use fsdp_bf16_ckpt with fsdp_activation_checkpointing_offload"
+        )
 
 
 class SingleRules(StrategyRules):

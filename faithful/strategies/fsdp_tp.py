@@ -15,4 +15,6 @@ class FSDPTensorParallel(Split, HSDP):
 
     def started(self, session: Session) -> torch.amp.GradScaler | None:
         patches.silence("torch.distributed.tensor._redistribute", unless="sequential")  # two dimensions take two
+        # of outputs that are views, as torch's to_local makes them: it refuses to change these in place
+        patches.ignore_warning("FSDP2-wrapped module")
         return super().started(session)

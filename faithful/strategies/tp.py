@@ -71,6 +71,11 @@ class TensorParallel(Split):
     mixes_dtensors = True
     exchanges_in_passes = True
 
+    def after_convert(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        super().after_convert(session, model, optimizer)
+        if session.device.type != "cpu":
+            shards.step_in_turn(self.need_both(optimizer))
+
     def has_split(self, model: nn.Module) -> bool:
         """By transformers' DistributedConfig, as it is loaded. Its layers are not converted to FP8 afterwards."""
         meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
@@ -138,8 +143,6 @@ def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", devi
         group["params"] = [now[id(parameter)] for parameter in group["params"]]
         if device.type == "cpu":
             group |= {"fused": False, "foreach": False}  # these kernels don't take DTensors and tensors together
-    if device.type != "cpu":
-        shards.step_in_turn(optimizer)
 
 
 def check(model: Any, size: int) -> None:
