@@ -409,17 +409,18 @@ def clip_grad_norm_(
     shards = [gradient.to_local() for gradient in sharded]
     # pyrefly: ignore[missing-attribute]
     device = next((t.device for t in [*(g.codes for g in converted), *ordinary, *parameters]), torch.device("cpu"))
-    parts = sum_of_squares(shards, device)
+    parts = norm_of(shards, device)
     if converted:
         found = squares([gradient.codes for gradient in converted])  # pyrefly: ignore[bad-argument-type]
         parts.append(descaled(found, torch.stack([gradient.scale for gradient in converted])))
     groups = [state.group for state in states if state.sharded or state.fsdp_group is not None]
     groups += [gradient.device_mesh.get_group(gradient.device_mesh.ndim - 1) for gradient in sharded]
     if groups:
-        parts = [torch.stack(parts).sum() if parts else torch.zeros((), device=device)]
-    for group in dict.fromkeys(groups):
-        dist.all_reduce(parts[0], group=group)
-    parts += sum_of_squares(ordinary, device)
+        sharded_square = torch.stack([torch.zeros((), device=device), *parts]).square().sum()
+        for group in dict.fromkeys(groups):
+            dist.all_reduce(sharded_square, group=group)
+        parts = [sharded_square.sqrt()]
+    parts += norm_of(ordinary, device)
     total, factor = clipping(torch.stack(parts) if parts else torch.zeros(1, device=device), max_norm)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the gradient's norm is {total.item()}: look for the step that made it so, or lower the LR")
@@ -444,28 +445,23 @@ def hooks_of(weight: torch.Tensor) -> tuple[tuple[Callable[..., Any], ...], tupl
     return tuple((before or {}).values()), tuple((after or {}).values())
 
 
-def sum_of_squares(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """[the sum of squares of ordinary gradients, in fp32], or nothing where there are none."""
+def norm_of(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """[the norm of ordinary gradients, in fp32], or nothing where there are none."""
     if not gradients:
         return []
     real = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
     found = torch._foreach_norm([gradient.detach().float() for gradient in real])
-    return [total_of(torch.stack([norm.to(device) for norm in found]))]
-
-
-@compiled_on_cuda
-def total_of(norms: torch.Tensor) -> torch.Tensor:
-    return norms.square().sum()
+    return [torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in found]))]
 
 
 @compiled_on_cuda
 def descaled(squares: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The sum of the squares of tensors that are codes / scale, from those of the codes."""
-    return (squares.sqrt() / scales).square().sum()  # the square of a scale may overflow
+    """The norm of tensors that are codes / scale, from the sums of squares of their codes."""
+    return (squares.sqrt() / scales).square().sum().sqrt()  # the square of a scale may overflow
 
 
 @compiled_on_cuda
-def clipping(squares: torch.Tensor, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm whose square is the sum of `squares`, the factor that brings it to `max_norm`)."""
-    total = squares.sum().sqrt()
+def clipping(norms: torch.Tensor, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of tensors with these norms together, the factor that brings it to `max_norm`)."""
+    total = norms.square().sum().sqrt()
     return total, (max_norm / (total + 1e-6)).clamp(max=1.0)
