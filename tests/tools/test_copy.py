@@ -149,7 +149,7 @@ def test_its_requirements_are_enough(tmp_path):
 
 # 110 lines of them are for options from a file, epochs and schedules, the copy's own test, and for bars that are lines
 # in a log; 70 for --load_best_model_at_end, which has to know after each resume which checkpoint is the best. 8 lines ask
-# for a push to the Hub, and 4 of a language model's say where its texts end.
+# for a push to the Hub, 5 ask once whether it answers, and 4 of a language model's say where its texts end.
 @pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert", "diffusion", "sft"])
 def test_there_is_little_to_read(tmp_path, name, capsys):
     assert not tool.main([name, "ddp_fp8_msamp_o2", str(tmp_path / "mine")])
