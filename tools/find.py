@@ -95,7 +95,8 @@ def listing() -> Iterator[str]:
 
 def order(name: str) -> tuple[str, int, str, bool]:
     """Sort key of a config's name. FP8 that is compiled comes before the same that is not, which is slower."""
-    strategy, precision = name.split("_")[:2]
+    precision = next(word for word in name.split("_") if word in PRECISIONS)
+    strategy = name.partition(f"_{precision}")[0]
     same = name.removesuffix("_compile") if precision == "fp8" else name
     return strategy, PRECISIONS.index(precision), same, same == name
 
