@@ -22,7 +22,9 @@ from faithful.config.strategies import STRATEGIES  # noqa: E402
 from shared import args  # noqa: E402
 
 FOLDERS = {"config": (ROOT / "accelerate_configs", ".yml"), "recipe": (ROOT / "recipes", ".py")}
-GROUPS = {rules.family: rules.title for rules in STRATEGIES.values()}  # by the first word of a name
+GROUPS: dict[str, str] = {}  # {first word of a name: title}
+for rules in STRATEGIES.values():
+    GROUPS.setdefault(rules.family, rules.title)
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 
@@ -96,8 +98,8 @@ def listing() -> Iterator[str]:
 
 def order(name: str) -> tuple[str, int, str, bool]:
     """Sort key of a config's name. FP8 that is compiled comes before the same that is not, which is slower."""
-    strategy, precision = re.split(f"_(?=(?:{'|'.join(PRECISIONS)})(?:_|$))", name)[:2]
-    precision = precision.split("_")[0]
+    precision = next(word for word in name.split("_") if word in PRECISIONS)
+    strategy = name.partition(f"_{precision}")[0]
     same = name.removesuffix("_compile") if precision == "fp8" else name
     return strategy, PRECISIONS.index(precision), same, same == name
 
