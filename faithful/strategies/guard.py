@@ -140,7 +140,12 @@ def in_two_dtypes(error: str, engine: str) -> Refused | None:
 
 
 def second_pass(error: str) -> Refused | None:
-    """What an error says of a backward pass that finds weights released by stage 3, or None."""
+    """What an error says of a backward pass that finds weights released by stage 3, or gradients averaged, or None."""
+    if "Multiple gradient reduction is currently not supported" in error:
+        return Refused(
+            "a backward pass runs several others, as sentence-transformers' cached losses do, and DeepSpeed averages "
+            "the gradients of each parameter once: use another loss, or a ddp or fsdp config"
+        )
     if "size of tensor a (0) must match" not in error:
         return None
     return Refused(

@@ -74,9 +74,9 @@ class DDP(Strategy):
     def explain(self, error: str) -> Refused | None:
         if "Expected to mark a variable ready only once" in error:
             return Refused(
-                "DDP has counted a parameter as unused, and then came its gradient: the model returns no tensor, tuple, "
-                "list or dict, in which find_unused_parameters looks (leave that out; for transformers' Trainer say "
-                "ddp_find_unused_parameters=False), or a block is computed again (use_reentrant=False is for it)"
+                "DDP has counted a parameter as unused, and then came its gradient: the model returns no tensor, "
+                "tuple, list or dict, in which find_unused_parameters looks (leave that out; for transformers' Trainer "
+                "say ddp_find_unused_parameters=False), or a block is computed again (use_reentrant=False is for it)"
             )
         if "Expected to have finished reduction in the prior iteration" not in error:
             return None
