@@ -177,8 +177,8 @@ def test_rooms_are_small_and_say_what_they_hold():
 # {room: lines that its Python files may have}. A number may only go down, or up with the reason beside it.
 LINES = {
     "faithful/*.py": 1700,  # the Accelerator writes its attributes, where strategies and backends did
-    "faithful/backends": 1500,
-    "faithful/checkpoint": 1050,
+    "faithful/backends": 1550,  # FP8 of split layers
+    "faithful/checkpoint": 1100,  # cuts of two dimensions
     "faithful/config": 1800,
     "faithful/disk": 700,
     "faithful/evidence": 900,
@@ -191,7 +191,7 @@ LINES = {
     "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4850,
     "tools": 7400,  # what estimate counts and what check asks of machines, from faithful/config
-    "shared": 2150,
+    "shared": 2200,  # the Hub is asked once
     "benchmarks": 8300,  # attacks in parts, clients by what they saved, files at their bounds
     "tests": 35800,  # test_fsdp_tp.py, fp16 and FP8 of split layers, each key as the launcher exports it
     "recipes": 850,
