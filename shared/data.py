@@ -146,9 +146,8 @@ class Order(torch.utils.data.Sampler):
 
 def global_batch_size(accelerator: Accelerator, args: Any) -> int:
     """Samples per optimizer step. Tensor-parallel processes share a batch."""
-    parallel = accelerator.parallelism_config
-    processes = accelerator.num_processes // (parallel.non_data_parallel_size if parallel else 1)
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    sharing = getattr(accelerator.parallelism_config, "non_data_parallel_size", 1)
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * (accelerator.num_processes // sharing)
 
 
 def lr_scheduler(

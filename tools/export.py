@@ -198,9 +198,13 @@ def from_checkpoint(parts: list[Part], tp_dims: dict[str, int | None], of_group:
 def joined(slices: list[list[Part]], key: str, dim: int, shape: str) -> torch.Tensor:
     """The tensor of the checkpoint's files. slices: along `dim`, for each the files that have shards of it. shape: the
     key of its shape, if it was stored flat."""
-    tensor = torch.cat([torch.cat([part[key] for part in parts]) for parts in slices], dim)
-    parts = slices[0]
-    return tensor.view(parts[0][shape].tolist()) if shape in parts[0] else tensor
+    tensor = put_together([put_together([part[key] for part in parts], 0) for parts in slices], dim)
+    first = slices[0][0]
+    return tensor.view(first[shape].tolist()) if shape in first else tensor
+
+
+def put_together(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]  # which may have no dimensions
 
 
 def from_levels(parts: list[Part]) -> Loads:

@@ -27,6 +27,9 @@ Saved = Mapping[str, torch.Tensor] | list["TensorFile"]  # what `restore` loads
 Pieces = dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]  # see Strategy.pieces
 
 
+SAVED = ("weight", "optimizer", "counter", "class")  # the kinds of Shard that a checkpoint holds
+
+
 class Shard(NamedTuple):
     """A live tensor that this process holds of a parameter: all of it, or its shard.
 
@@ -91,7 +94,6 @@ class Strategy:
     must_shard = False  # whether a run in which nothing is sharded is refused
     # keys of bytes_per_parameter
     sharded_kinds: tuple[str, ...] = ("weight", "gradient", "gathered", "master", "optimizer")
-    saved_kinds: tuple[str, ...] = ("weight", "optimizer", "counter", "class")  # what a checkpoint holds of `shards`
     same_batch = False  # whether all processes compute the same batch
     exchanges_in_passes = False  # whether processes exchange in each pass, so that all need the same number of them
     keeps_masters = False  # whether the optimizer updates fp32 copies of the weights, whatever dtype the model has
@@ -234,7 +236,7 @@ class Strategy:
         """{place in a checkpoint: what this process holds}, live: weights, buffers, the state of the optimizer, if it
         has one."""
         parts, shards = buffers_by_place(model), self.shards(dict(parameters_of(model)), optimizer)
-        parts |= {shard.place: shard.tensor for shard in shards if shard.kind in self.saved_kinds}
+        parts |= {shard.place: shard.tensor for shard in shards if shard.kind in SAVED}
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()

@@ -198,7 +198,7 @@ def test_a_config_asked_for_by_name_must_run_here(tmp_path):
     file = tmp_path / "mine.yml"
     file.write_text((CONFIGS / "tp_bf16.yml").read_text().replace("bf16\n", "fp8\nfp8_config:\n  backend: MSAMP\n"))
     result = launched("./launch.sh", str(file), "gpt")
-    assert result.returncode == 2 and "use tp_bf16" in result.stderr
+    assert result.returncode == 2 and "use tp_fp8, or tp_bf16" in result.stderr
     assert "accelerate launch" not in result.stdout
 
 

@@ -208,7 +208,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("tp_bf16", {"num_processes": 4, "parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, ANYWHERE, "tensor parallel beside data parallel (dp_replicate 2 x tp 2): without FSDP2 Accelerate refuses it"),
     ("tp_bf16", {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, ANYWHERE, "tp in fp8 te delayed: of the FP8 layers here torchao's"),
     ("tp_bf16", {"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O2"}}, ANYWHERE, "take a weight that is split: use tp_fp8, or tp_bf16"),
-    ("tp_fp8", {"fp8_config": {"recipe": "mxfp8"}}, ANYWHERE, "tp in fp8 ao mxfp8"),
+    ("tp_bf16", {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "recipe": "mxfp8"}}, ANYWHERE, "tp in fp8 ao mxfp8"),
     ("zero2_bf16", {"parallelism_config": {"parallelism_config_tp_size": 2}}, ANYWHERE, "for hsdp and tp files, this one is zero2"),
     ("ddp_bf16", {"parallelism_config": {"parallelism_config_dp_shard_size": 2}}, ANYWHERE, "parallelism_config is for hsdp and tp files, this one is ddp"),
     ("fsdp_bf16", {"parallelism_config": {"parallelism_config_tp_size": 2}}, ANYWHERE, "FSDP2 with tp 2 has no processes to shard over"),

@@ -79,7 +79,6 @@ class ZeRO(GradientsElsewhere, Strategy):
     """Stages 1, 2 and 3. Accelerate and DeepSpeed read the stage from the launcher's environment."""
 
     distributed_types = ("DEEPSPEED",)
-    saved_kinds = ("master", "optimizer", "counter")
     gradients_elsewhere = "DeepSpeed's gradients"
     any_number_of_processes = True
     model_keeps_run = False  # Python's collector does not see the hooks by which the engine holds itself and the model
@@ -327,7 +326,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 whole = gathered(parameter).flatten()
                 parts[tensor_keys.weight(name)] = whole if dist.get_rank() == 0 else whole[:0]
         shards = self.shards(parameters, optimizer)
-        parts |= {shard.place: shard.tensor for shard in shards if shard.kind in self.saved_kinds}
+        parts |= {shard.place: shard.tensor for shard in shards if shard.kind in ("master", "optimizer", "counter")}
         return {place: tensor.detach() for place, tensor in parts.items()}
 
     @torch.no_grad()
