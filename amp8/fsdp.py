@@ -157,6 +157,8 @@ class Gathered(torch.Tensor):
 
     codes: torch.Tensor
     scale: torch.Tensor
+    # Setting it would change nothing that computes: whoever gathers it sees a write, and refuses.
+    data = property(torch.Tensor.data.__get__, torch.no_grad()(torch.Tensor.copy_))  # pyrefly: ignore
 
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> "Gathered":
         made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)

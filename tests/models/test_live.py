@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import yaml
+from accelerate import DDPCommunicationHookType
 from conftest import CONFIGS, Ranks
 from habits import NEED_BLOCKS, ROWS, WITHOUT_EFFECT, Net, llama, main, trained
 
@@ -58,9 +59,9 @@ def dtype_of(row, strategy, precision):
     return torch.float64 if exact else torch.float32
 
 
-def outcomes(rows, strategy, precision, folder):
+def outcomes(rows, strategy, precision, folder, **options):
     """Yields (row, "right", figures), (row, "refused", line) or (row, "wrong", why). The rows share a launch until one of
-    them ends it; the next one begins another."""
+    them ends it; the next one begins another. options: of DDP."""
     make, left = llama if strategy in SPLIT else Net, list(rows)
     while left:
         here = folder / str(len(left)) / "run"
@@ -69,7 +70,7 @@ def outcomes(rows, strategy, precision, folder):
         ranks = Ranks(
             config(folder, strategy, precision),
             ["--output_dir", str(here)],
-            script=functools.partial(main, left, dtypes, make),
+            script=functools.partial(main, left, dtypes, make, **options),
         )
         codes, text = ranks.wait(), ranks.text()
         done = len(list(here.glob("*.pt")))
@@ -136,6 +137,19 @@ def test_what_a_script_does_has_torchs_effect_or_is_refused(tmp_path, strategy, 
 def test_what_another_engine_cannot_do_as_torch_is_refused(tmp_path, strategy):
     found = list(outcomes(GUARDED[strategy], strategy, "bf16", tmp_path))
     assert [(row, end) for row, end, _ in found] == [(row, "refused") for row in GUARDED[strategy]]
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({"find_unused_parameters": True, "gradient_as_bucket_view": True}, "fp32"),
+        ({"static_graph": True}, "fp32"),
+        ({"comm_hook": DDPCommunicationHookType.BF16}, "bf16"),  # which is not compared in fp64
+    ],
+)
+def test_ddp_keeps_its_options_when_parameters_are_thawed(tmp_path, options, precision):
+    rows = ["thawed after a step", "frozen after a step"]
+    assert [end for _, end, _ in outcomes(rows, "ddp", precision, tmp_path, **options)] == ["right", "right"]
 
 
 @pytest.mark.parametrize("make", [Net, llama])

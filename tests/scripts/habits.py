@@ -212,6 +212,28 @@ def penalty(moment, run):
         run.loss = run.loss + 0.1 * sum(parameter.float().square().sum() for parameter in run.model.parameters())
 
 
+def negated_in_place(gradient):
+    gradient.mul_(-1)
+
+
+def hook_for_a_while(moment, run):
+    if moment == "built":
+        run.handle = run.weight().register_hook(torch.zeros_like)
+    elif moment == "stepped" and run.step == 1:
+        run.handle.remove()
+
+
+def with_less_data(factor):
+    def write(weight):
+        weight.data = weight.data * factor
+
+    return write
+
+
+def with_two_passes(row):
+    return lambda moment, run: (row(moment, run), at("begun")(another_pass(factor=1.0))(moment, run))
+
+
 def another_pass(give_up=lambda run: None, factor=-2.0):
     """A backward pass before the step's own, of a loss that would turn its gradient round."""
 
@@ -240,6 +262,8 @@ ROWS = {
     "load_state_dict after a step": lambda moment, run: load_first(run, moment),
     "p.copy_ in forward": written_in_forward(halved_in_forward),
     "p.data.clamp_ in forward": written_in_forward(clamped_in_forward),
+    "p.data = after each step": at("stepped")(lambda run: with_less_data(0.8)(run.weight())),
+    "p.data = in forward": written_in_forward(with_less_data(0.5)),
     "p.grad.mul_(0)": at("backward")(with_gradient(lambda gradient: gradient.mul_(0))),
     "p.grad[:n] = 0": at("backward")(with_gradient(zero_rows)),
     "p.grad = None": at("backward")(lambda run: setattr(run.weight(), "grad", None)),
@@ -251,6 +275,12 @@ ROWS = {
     "frozen, then thawed": frozen_for_a_while,
     "register_hook before prepare": at("built")(lambda run: run.weight().register_hook(lambda gradient: gradient * 0)),
     "register_hook after prepare": at("prepared")(lambda run: run.weight().register_hook(lambda gradient: gradient * 0)),
+    "register_hook between forward and backward":
+        at("loss", steps=(0,))(lambda run: run.weight().register_hook(lambda gradient: gradient * 0)),
+    "register_hook in place": at("built")(lambda run: run.weight().register_hook(negated_in_place)),
+    "register_hook, then removed": hook_for_a_while,
+    "register_hook and two backward passes":
+        with_two_passes(at("built")(lambda run: run.weight().register_hook(lambda gradient: gradient * 0))),
     "post_accumulate hook before prepare":
         at("built")(lambda run: run.weight().register_post_accumulate_grad_hook(post_accumulate)),
     "post_accumulate hook after prepare":
@@ -267,7 +297,7 @@ ROWS = {
     "p.grad = None gives up": at("begun")(another_pass(set_all_to_none)),
     "an infinite loss is given up": at("begun", steps=(1, 2))(another_pass(lambda run: run.prepared.zero_grad(), math.inf)),
 }  # fmt: skip
-NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward"}  # rows for Net alone
+NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward", "p.data = in forward"}  # rows for Net alone
 WITHOUT_EFFECT = {  # on the weights, which in torch are those of training without the row, or nearly
     "nothing", "p.grad is read", "model.eval()", "a block in eval()", "dtypes of inputs and outputs", "model.bfloat16() before prepare",
     "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
@@ -320,14 +350,16 @@ def trained(row, accelerator=None, dtype=torch.float32, make=Net, lr=1e-2):
     return first, last, run.seen
 
 
-def main(rows, dtypes, make):
+def main(rows, dtypes, make, **options):
     """What a rank runs: one training after the other, until one ends it. What each has found is in a file of its number.
-    dtypes: one for each row."""
+    dtypes: one for each row. options: of DDP."""
+    from accelerate import DistributedDataParallelKwargs
+
     from faithful import Accelerator
 
-    folder = sys.argv[2]
+    folder, handlers = sys.argv[2], [DistributedDataParallelKwargs(**options)] if options else []
     for number, (row, dtype) in enumerate(zip(rows, dtypes, strict=True)):
-        accelerator = Accelerator(project_dir=f"{folder}/{number}")
+        accelerator = Accelerator(project_dir=f"{folder}/{number}", kwargs_handlers=handlers)
         _, last, seen = trained(row, accelerator, dtype, make)
         if accelerator.is_main_process:
             torch.save((last, seen), f"{folder}/{number}.pt")

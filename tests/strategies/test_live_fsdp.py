@@ -1,16 +1,11 @@
-"""What a script does to its model has the effect that it has in plain torch: on one device, under DDP and FSDP2.
-
-Each case is a small training. It runs under a config, and by torch alone on the batches of all processes together.
-"""
+"""What scripts do to a model that FSDP2 shards, beside the rows of tests/scripts/habits.py."""
 
 import functools
 import itertools
-import json
 import sys
 
 import pytest
 import torch
-from accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs
 from amp8_helpers import run_ranks
 from conftest import train
 from safetensors.torch import load_file
@@ -29,11 +24,8 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(WIDTH, WIDTH)
-        self.in_forward = None
 
     def forward(self, x):
-        if self.in_forward:
-            self.in_forward(self.fc)
         return x + torch.tanh(self.fc(x))
 
 
@@ -50,361 +42,47 @@ class Net(nn.Module):
         return self.head(x) * self.scale.exp()
 
 
-class Case:
-    """What a script does, and when. The methods get the model as the script sees it, not wrapped."""
-
-    accumulates = 1
-
-    def __init__(self, act=True):
-        self.act = act  # False: nothing is done, to know the effect
-
-    def before(self, model):
-        """Before `prepare`."""
-
-    def prepared(self, model, optimizer):
-        """After `prepare`."""
-
-    def begin(self, model, optimizer, step):
-        """Before the forward pass."""
-
-    def backward(self, model, step):
-        """Between the backward pass and the update."""
-
-    def end(self, model, step):
-        """After the update."""
-
-
-def half_of_rows(gradient):
-    mask = torch.ones(len(gradient), 1)
-    mask[: len(gradient) // 2] = 0
-    return gradient * mask
-
-
-class HookBefore(Case):
-    def before(self, model):
-        for weight in (model.blocks[0].fc.weight, model.head.weight):
-            weight.register_hook(half_of_rows)
-
-
-class HookAfter(Case):
-    def prepared(self, model, optimizer):
-        for weight in (model.blocks[0].fc.weight, model.head.weight):
-            weight.register_hook(half_of_rows)
-
-
-class HookWhileAccumulating(HookBefore):
-    accumulates = 2
-
-
-class HookInPlace(Case):
-    def before(self, model):
-        model.blocks[1].fc.weight.register_hook(self.scale)
-
-    def scale(self, gradient):
-        gradient.mul_(-1)
-
-
-class HookRemoved(Case):
-    def before(self, model):
-        self.handle = model.head.weight.register_hook(half_of_rows)
-
-    def begin(self, model, optimizer, step):
-        if step == 2:
-            self.handle.remove()
-
-
-class HookBetween(Case):
-    """Between forward and backward, when some weights are gathered and others are not."""
-
-    def prepared(self, model, optimizer):
-        self.weights = [model.blocks[0].fc.weight, model.head.weight]
-        model.register_forward_hook(self.register)
-
-    def register(self, *_):
-        for weight in self.weights:
-            weight.register_hook(half_of_rows)
-        self.weights = []
-
-
-class PostHookBefore(Case):
-    def before(self, model):
-        model.blocks[0].fc.weight.register_post_accumulate_grad_hook(self.zero)
-
-    def zero(self, weight):
-        weight.grad.mul_(0)
-
-
-class PostHookAfter(PostHookBefore):
-    before = Case.before
-
-    def prepared(self, model, optimizer):
-        super().before(model)
-
-
-class NormalizedInForward(Case):
-    """As EDM2 does: the weight that is normalized is the one that is trained on."""
-
-    def before(self, model):
-        for block in model.blocks:
-            block.in_forward = self.normalize
-
-    @torch.no_grad()
-    def normalize(self, layer):
-        layer.weight.copy_(layer.weight / layer.weight.norm(dim=1, keepdim=True))
-
-
-class ClampedInForward(Case):
-    """By `.data`, of which autograd knows nothing, and without an effect in the first steps."""
-
-    def before(self, model):
-        model.blocks[1].in_forward = self.clamp
-        self.calls = 0
-
-    def clamp(self, layer):
-        self.calls += 1
-        limit = 1.0 if self.calls <= 2 else 0.1
-        layer.weight.data.clamp_(-limit, limit)
-
-
-class SetInForward(Case):
-    def before(self, model):
-        model.head.register_forward_pre_hook(self.shrink)
-
-    def shrink(self, layer, _):
-        layer.weight.data = layer.weight.data * 0.75
-
-
-class Clamped(Case):
-    def end(self, model, step):
-        for parameter in model.parameters():
-            parameter.data.clamp_(-0.1, 0.1)
-
-
-class Assigned(Case):
-    def end(self, model, step):
-        for parameter in model.parameters():
-            parameter.data = parameter.data * 0.8
-
-
-class Loaded(Case):
-    def end(self, model, step):
-        model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
-
-
-class LoadedWhole(Case):
-    """The weights from before `prepare`."""
-
-    def before(self, model):
-        self.weights = {name: 0.5 * value.detach() for name, value in model.state_dict().items()}
-
-    def end(self, model, step):
-        if step == 1:
-            model.load_state_dict(self.weights)
-
-
-class GradientScaled(Case):
-    accumulates = 2
-
-    def backward(self, model, step):
-        for parameter in model.head.parameters():
-            parameter.grad.mul_(0)
-        for parameter in model.blocks[0].parameters():
-            parameter.grad = parameter.grad * 0.5
-        for parameter in model.blocks[1].parameters():
-            parameter.grad.data.add_(0.1)
-
-
-class GradientNone(Case):
-    def backward(self, model, step):
-        for parameter in model.blocks[step % 3].parameters():
-            parameter.grad = None
-
-
-class Thawed(Case):
-    def before(self, model):
-        model.blocks[1].requires_grad_(False)
-
-    def begin(self, model, optimizer, step):
-        if step == 2:
-            model.blocks[1].requires_grad_(True)
-
-
-class ThawedLater(Thawed):
-    """The optimizer gets them when they are thawed."""
-
-    def begin(self, model, optimizer, step):
-        super().begin(model, optimizer, step)
-        if step == 2:
-            parameters = set(optimizer.param_groups[0]["params"])
-            new = [parameter for parameter in model.blocks[1].parameters() if parameter not in parameters]
-            optimizer.add_param_group({"params": new})
-
-
-class Frozen(Case):
-    def begin(self, model, optimizer, step):
-        if step == 2:
-            model.blocks[1].requires_grad_(False)
-
-
-class ScaleClamped(Case):
-    """What CLIP does with its logit_scale."""
-
-    def backward(self, model, step):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    def end(self, model, step):
-        with torch.no_grad():
-            model.scale.clamp_(0, 0.25)
-        assert model.scale.item() <= 0.25
-
-
-class InTurn(Case):
-    """Each step trains another block."""
-
-    accumulates = 2
-
-    def begin(self, model, optimizer, step):
-        for at, block in enumerate(model.blocks):
-            block.requires_grad_(at == step % 3)
-
-
-CASES = {
-    case.__name__: case
-    for case in (
-        HookBefore, HookAfter, HookWhileAccumulating, HookInPlace, HookRemoved, HookBetween, PostHookBefore,
-        PostHookAfter, NormalizedInForward, ClampedInForward, SetInForward, Clamped, Assigned, Loaded, LoadedWhole,
-        GradientScaled, GradientNone, Thawed, ThawedLater, Frozen, InTurn, ScaleClamped,
-    )
-}  # fmt: skip
-
-
-def built(case):
+def built():
     torch.manual_seed(0)
     model = Net()
-    if case.act:
-        case.before(model)
-    parameters = model.parameters()
-    if isinstance(case, ThawedLater):
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    return model, torch.optim.SGD(parameters, lr=0.3, momentum=0.5)
-
-
-def batches(case):
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        yield step, [torch.randn(ROWS, WIDTH + 5, generator=generator) for _ in range(case.accumulates)]
+    return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
 
 
 def loss_of(model, rows):
     return (model(rows[:, :WIDTH]).float() - rows[:, WIDTH:]).square().mean()
 
 
-def by_torch(case):
-    """{name: weight} after a training in plain torch."""
-    model, optimizer = built(case)
-    act = case if case.act else Case()
-    act.prepared(model, optimizer)
-    for step, micro_batches in batches(case):
-        act.begin(model, optimizer, step)
-        for rows in micro_batches:
-            (loss_of(model, rows) / case.accumulates).backward()
-        act.backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        act.end(model, step)
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def under_config(case, accelerator):
-    """{name: whole weight} after the same training by the Accelerator, on process 0."""
-    model, optimizer = built(case)
-    accelerator.gradient_accumulation_steps = case.accumulates
-    model, optimizer = accelerator.prepare(model, optimizer)
-    inner, torchs = accelerator.unwrap_model(model), optimizer.optimizer
-    case.prepared(inner, torchs)
-    share = slice(accelerator.process_index, None, accelerator.num_processes)
-    for step, micro_batches in batches(case):
-        case.begin(inner, torchs, step)
-        for at, rows in enumerate(micro_batches):
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, rows[share]))
-                if at == case.accumulates - 1:
-                    case.backward(inner, step)
-                optimizer.step()
-                optimizer.zero_grad()
-        case.end(inner, step)
-    return {name: value.float().clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
 def apart(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in b)
 
 
-def all_cases(names, **options):
-    """What a rank runs. options: of DDP."""
-    handlers = [DistributedDataParallelKwargs(**options)] if options else []
-    accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=handlers)
-    found = {}
-    for name in names:
-        weights = under_config(CASES[name](), accelerator)
-        if accelerator.is_main_process:
-            right, untouched = by_torch(CASES[name]()), by_torch(CASES[name](act=False))
-            found[name] = {"apart": apart(weights, right), "effect": apart(untouched, right)}
-            print(name, found[name], flush=True)
-        accelerator.free_memory()
-    if accelerator.is_main_process:
-        with open(f"{accelerator.project_dir}/found.json", "w") as file:
-            json.dump(found, file)
+def clamps_its_scale():
+    """What a rank runs, as CLIP does: the parameter has no dimensions."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, optimizer = accelerator.prepare(*built())
+    scale = accelerator.unwrap_model(model).scale
+    for _ in range(2):
+        step(accelerator, model, optimizer, torch.randn(ROWS, WIDTH + 5))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert not 0.1 <= scale.item() <= 0.11
+        with torch.no_grad():
+            scale.clamp_(0.1, 0.11)
+        assert 0.1 <= scale.item() <= 0.11
+    saved = accelerator.get_state_dict(model)
+    assert not accelerator.is_main_process or saved["scale"].item() == scale.item()
     accelerator.end_training()
 
 
-@functools.cache
-def results(config, folder):
-    run = train(config, folder / config, script=functools.partial(all_cases, list(CASES)))
-    return json.loads((run / "found.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("live")
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32", "fsdp_fp32", "fsdp_bf16"])
-def test_it_has_the_effect_that_it_has_in_torch(folder, config, case):
-    found = results(config, folder)[case]
-    assert found["effect"] > 0.05, "the case does something"
-    assert found["apart"] < (1e-5 if config.endswith("fp32") else found["effect"] / 4)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16_ckpt"])
-def test_also_in_other_configs(folder, config, case):
-    test_it_has_the_effect_that_it_has_in_torch(folder, config, case)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"comm_hook": DDPCommunicationHookType.BF16},
-    ],
-    ids=" ".join,
-)
-def test_ddp_keeps_its_options_when_parameters_are_thawed(tmp_path, options):
-    names = ["Thawed", "Frozen", *([] if "static_graph" in options else ["InTurn"])]  # torch's does not accumulate
-    run = train("ddp_fp32", tmp_path / "run", script=functools.partial(all_cases, names, **options))
-    for found in json.loads((run / "found.json").read_text()).values():
-        rounded = "comm_hook" in options  # gradients in bf16
-        assert (1e-5 < found["apart"] < found["effect"] / 4) if rounded else found["apart"] < 1e-5
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_fp32", "fsdp_bf16"])
+def test_a_parameter_without_dimensions_is_clamped(tmp_path, config):
+    train(config, tmp_path / "run", script=clamps_its_scale)
 
 
 def compiled(ways):
     """What a rank runs: models that the script compiles itself."""
     accelerator = Accelerator(project_dir=sys.argv[2])
     for way in ways:
-        model, optimizer = built(Case())
+        model, optimizer = built()
         names = set(model.state_dict())
         if way == "before":
             model = torch.compile(model, backend="eager")
@@ -450,7 +128,7 @@ def step(accelerator, model, optimizer, rows):
 def evaluates_first():
     """What a rank runs: an evaluation, a step, a checkpoint, which it loads again."""
     accelerator = Accelerator(project_dir=sys.argv[2])
-    model, _ = built(Case())
+    model, _ = built()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     model, optimizer = accelerator.prepare(model, optimizer)
     rows = torch.randn(8, WIDTH + 5)
@@ -479,7 +157,7 @@ def test_the_first_pass_may_be_an_evaluation_in_inference_mode(tmp_path, config)
 def hooked():
     """What a rank runs: hooks that set the gradients of two layers to zero."""
     accelerator = Accelerator(project_dir=sys.argv[2])
-    model, _ = built(Case())
+    model, _ = built()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
     model.blocks[0].fc.weight.register_hook(torch.zeros_like)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -599,7 +277,7 @@ WRITTEN = {  # what scripts write to a part of a gradient of 16 rows, or by a wh
 def writes_a_part(name):
     """What a rank runs."""
     accelerator = Accelerator(project_dir=sys.argv[2])
-    model, optimizer = accelerator.prepare(*built(Case()))
+    model, optimizer = accelerator.prepare(*built())
     accelerator.backward(loss_of(model, torch.randn(ROWS, WIDTH + 5)))
     WRITTEN[name][0](accelerator.unwrap_model(model).blocks[0].fc.weight.grad)
     accelerator.end_training()

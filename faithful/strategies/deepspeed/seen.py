@@ -141,6 +141,8 @@ class Held:
         self.at_work = False  # the engine uses its parameters itself
         self.hooks_of_engine = {handle.id for handle in zero._grad_acc_hooks}
         self.reached: set[int] = set()  # ids of the parameters that have a gradient
+        # Below stage 3: each parameter's part of a flat tensor, from which `parameter.data = ...` leads it away.
+        self.places = [(p, p.data) for p in parameters if self.has(p) and engine.stage(zero) < 3]
         self.watch()
 
     def watch(self) -> None:
@@ -178,6 +180,10 @@ class Held:
         """Makes the masters what the script sees, see `engine.take_weights`."""
         if engine.stage(self.zero) == 3:
             engine.write_shards([p for p in self.parameters if p.ds_status.name == "AVAILABLE"])
+        for parameter, place in self.places:
+            if parameter.data_ptr() != place.data_ptr():
+                place.copy_(parameter.data)
+                parameter.data = place
         engine.take_weights(self.zero)
 
     # ---- gradients ----
