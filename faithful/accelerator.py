@@ -19,6 +19,7 @@ import accelerate.optimizer
 import torch
 from accelerate.utils import recursively_apply
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from faithful import arguments, backends, ending, patches, strategies
@@ -80,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
             self.native_amp, self.scaler = True, scaler
         self.models: list[PreparedModel] = []
         self.preparing = False  # whether this is inside `prepare`
-        self.once = False  # whether this is inside `gather_for_metrics`
+        self.for_metrics = False  # whether this is inside `gather_for_metrics`
         self.freed: list[dict[str, Any]] = []  # the evidence of models that were freed
         self.epochs: list[loaders.Epoch] = []  # one per prepared loader
         self.communication = OneStep()
@@ -421,11 +422,15 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""
-        same, self.once = self.strategy.same_batch, True  # then every process has every sample already
+        same = self.strategy.same_batch  # then every process has every sample already
+        objects = use_gather_object or not all(map(torch.is_tensor, tree_leaves(input_data)))
+        if objects and self.plan.tp_size > 1 and not same:
+            raise Refused("gather_for_metrics of objects, of which a group of tensor parallel has copies: use tensors")
+        self.for_metrics = True
         try:
             data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
         finally:
-            self.once = False
+            self.for_metrics = False
         if self.between_steps:
             if self.steps.anyone_told_to_stop(self.device):
                 self.run.stop(self.save_state)
@@ -435,7 +440,7 @@ class Accelerator(accelerate.Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Accelerate's. For metrics each batch counts once, which the processes of a group of tensor parallel share."""
         gathered, of_group = super().gather(tensor), self.plan.tp_size
-        if not self.once or of_group == 1:
+        if not self.for_metrics or of_group == 1:
             return gathered
         each = self.num_processes
 

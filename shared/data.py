@@ -57,9 +57,8 @@ class Progress:
 
     def due(self, every: int) -> bool:
         """Whether something that happens every `every` steps is due before the next step. True once per step."""
-        due = bool(every) and self.step > 0 and self.step % every == 0 and self.last_due != self.step
-        self.last_due = self.step
-        return due
+        last, self.last_due = self.last_due, self.step
+        return bool(every) and self.step > 0 and self.step % every == 0 and last != self.step
 
     def state_dict(self) -> dict[str, Any]:
         return {"same": self.same, "step": self.step, "batch": self.batch, "best": self.best}
@@ -226,6 +225,8 @@ def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
         error = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
+    finally:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE  # as it was at the start, for --push_to_hub
 
 
 def depth_of(file: Path) -> int:
@@ -255,8 +256,7 @@ def split_of(loaded: "DatasetDict", name: str) -> "tuple[Dataset, Dataset]":
     if held_out is None:
         if len(train) < 2:
             raise Refused(f"--dataset {name} has {len(train)} samples: too few to hold some out")
-        both: Any = train.train_test_split(test_size=0.1, seed=0)
-        train, held_out = both["train"], both["test"]
+        train, held_out = train.train_test_split(test_size=0.1, seed=0).values()  # pyrefly: ignore[missing-attribute]
     return train, held_out
 
 

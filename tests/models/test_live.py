@@ -117,8 +117,8 @@ def rows_of(strategy):
     return [row for row in ROWS if row not in left_out]
 
 
-# where most was lost
-QUICK = {("zero1", "bf16"), ("zero2", "bf16"), ("zero3", "fp32"), ("fsdp", "bf16"), ("ddp", "o2")}
+# where most was lost; CI runs those that slow.txt names, too
+QUICK = {("zero1", "bf16"), ("zero2", "bf16"), ("fsdp", "bf16")}
 
 
 @pytest.mark.parametrize(

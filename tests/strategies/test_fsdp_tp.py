@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, distance, launched, metrics, record, train, weights
+from conftest import CONFIGS, distance, launched, record, train, weights
 from safetensors.torch import load_file
-from test_tp import FP64, STEPS, in_float64, losses_and_norms, same_when_resumed
+from test_tp import FP64, STEPS, assert_same_training, in_float64, losses_and_norms, same_when_resumed
 
+from faithful import Accelerator
 from faithful.strategies.tp import DTensor, Scaler
 from faithful.tensors.names import local
 from tools import export
@@ -32,13 +33,7 @@ def test_in_float64_it_is_one_process_s_run(tmp_path):
     path = config(tmp_path, "no")
     four = train(path, tmp_path / "four", *FP64, *two_each, *HALF, name="gpt", before=in_float64)
     assert distance(one, four) < 1e-12
-    [a, b] = [record(run)["seen"] for run in (one, four)]
-    assert a["samples_per_step"] == b["samples_per_step"] == 16 and a["first_batch"] == b["first_batch"]
-    for a, b in zip(metrics(one), metrics(four), strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert a[key] == pytest.approx(b[key], rel=1e-12), key
-    assert max(row.get("grad_norm", 0) for row in metrics(one)) > 0.5  # clipping was at work
+    assert_same_training(one, four)
 
 
 def test_what_each_process_holds_and_that_it_resumes(tmp_path):
@@ -59,6 +54,19 @@ def test_what_each_process_holds_and_that_it_resumes(tmp_path):
     assert "from checkpoint-6 (4 files)" in export.export(run, tmp_path / "out.safetensors", step=6)
     exported = load_file(tmp_path / "out.safetensors")
     assert exported.keys() == final.keys() and all(exported[name].equal(final[name]) for name in final)
+
+
+def gathers_objects():
+    """What a rank runs."""
+    accelerator = Accelerator()
+    rows = accelerator.gather_for_metrics(torch.full((2,), accelerator.process_index))
+    assert rows.tolist() == [0, 0, 2, 2], "each group's once"
+    accelerator.gather_for_metrics(["a text"])
+
+
+def test_objects_for_metrics_which_a_group_has_twice_are_refused(tmp_path):
+    train("fsdp_tp_bf16", tmp_path / "run", script=gathers_objects, code=2)
+    assert "refused: gather_for_metrics of objects" in (tmp_path / "run.log").read_text()
 
 
 @pytest.mark.parametrize("hit", ["split", "norm"])

@@ -318,9 +318,14 @@ def refused(how):
         optimizer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     if how == "released":
         inner.blocks["copied"].linear.weight.norm()
+    if how == "saved":
+        inner.head.weight.requires_grad_(False)
     with accelerator.accumulate(model):
         loss = model(torch.randn(8, WIDTH)).float().square().mean()
         accelerator.backward(loss, retain_graph=how == "retain")
+        if how == "saved":
+            optimizer.step()
+            model.save_checkpoint(f"{sys.argv[2]}/deepspeeds")
         if how == "retain":
             accelerator.backward(loss)
         if how == "early":
@@ -347,6 +352,7 @@ REFUSED = [
     ("zero2_bf16", "group", "add_param_group"),
     ("zero2_bf16", "early", "between the micro-batches of a step"),
     ("zero3_bf16", "retain", "retain_graph"),
+    ("zero2_bf16", "saved", "has one step counter for all parameters"),
     ("zero1_bf16", "read", "the script reads .grad between backward and step, which under ZeRO is not there"),
     ("zero3_bf16_offload", "set", "the script sets .grad between backward and step"),
     ("zero3_bf16", "released", "the script uses a weight that ZeRO-3 has released"),

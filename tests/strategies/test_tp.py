@@ -136,9 +136,14 @@ def test_in_float64_it_is_one_process_s_run(tmp_path):
     two = train(fp32(tmp_path), tmp_path / "two", *FP64, *two_each, name="gpt", before=in_float64)
     assert distance(one, two) < 1e-12
     assert record(one)["evidence"]["initial_weights"] == record(two)["evidence"]["initial_weights"]
-    [a, b] = [record(run)["seen"] for run in (one, two)]
+    assert_same_training(one, two)
+
+
+def assert_same_training(one, other):
+    """The same samples, losses, norms and evaluations."""
+    [a, b] = [record(run)["seen"] for run in (one, other)]
     assert a["samples_per_step"] == b["samples_per_step"] == 16 and a["first_batch"] == b["first_batch"]
-    for a, b in zip(metrics(one), metrics(two), strict=True):
+    for a, b in zip(metrics(one), metrics(other), strict=True):
         assert a.keys() == b.keys()
         for key in a:
             assert a[key] == pytest.approx(b[key], rel=1e-12), key
