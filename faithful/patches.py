@@ -25,6 +25,9 @@ TABLE = {  # what is changed: why
         "with cpu=True, as TrainingArguments(use_cpu=True) has it, it makes no process group for FSDP and DeepSpeed",
     "accelerate.optimizer:is_lomo_available":
         "it searches sys.path for a package twice in every optimizer step; here its answer is kept",
+    "accelerate.utils.other:is_deepspeed_available":
+        "where the package is installed, unwrapping any model imports it, which takes a second per process; here the "
+        "answer is whether it is loaded, without which no model is an engine of DeepSpeed",
     "torch.distributed.distributed_c10d:default_pg_timeout":
         "FSDP2 and DeepSpeed make process groups with the default timeout instead of the run's",
     "torch.distributed.distributed_c10d:default_pg_nccl_timeout": "the same for NCCL",

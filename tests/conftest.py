@@ -136,6 +136,12 @@ def as_a_script(main):
     os._exit(code)
 
 
+# Packages of others that a run imports on its way, which would take each forked rank more time than its training.
+IMPORTED_ONCE = """datasets deepspeed.ops.op_builder.all_ops deepspeed.runtime.zero.muon.muon_optimizer tokenizers.trainers
+    torch.utils._sympy.reference torchdata.stateful_dataloader transformers.modelcard transformers.modeling_utils
+    transformers.optimization transformers.tokenization_utils_tokenizers""".split()
+
+
 class Ranks:
     """Forked ranks of one run; their output goes to <output_dir>.log.
 
@@ -150,7 +156,8 @@ class Ranks:
         exported = config_module.to_env(mapping) | (env or {})
         world = mapping["num_processes"] if "LOCAL_RANK" in exported else 1
         port, module = str(free_port()), None if script else recipe(name)
-        importlib.import_module("datasets")  # or Accelerate imports it in each rank
+        for name in IMPORTED_ONCE:
+            importlib.import_module(name)
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
         self.pids = []
         gc.freeze()  # a rank's garbage collector would copy most of the memory that it shares with this process

@@ -43,7 +43,7 @@ def write(prepared: nn.Module, folder: Path, facts: Path) -> Saved:
     model: Any = unwrapped(prepared)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
     kind = type(model).__name__.removeprefix("FSDP")
-    transformers: Any = sys.modules.get("transformers")
+    transformers: Any = sys.modules.get("transformers.modeling_utils")  # else the model is none of its
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         model.config.architectures = [kind]
         model.config.save_pretrained(folder)

@@ -119,17 +119,18 @@ def refused_then_one_step():
     """What a rank runs: a refused Accelerator leaves nothing, and after one that trains all is undone."""
     global Accelerator
     Accelerator, clean = faithful.Accelerator, process()["environment"]
-    before = list(patches.undos)  # what importing faithful.Accelerator has changed, see faithful/scripts/trainer.py
+    before, imported = list(patches.undos), replaced()  # what the import has changed, see faithful/scripts/trainer.py
     for arguments in ({"mixed_precision": "fp16"}, {"dynamo_backend": "inductor"}, {"no": "such argument"}):
         with pytest.raises((Refused, TypeError)):
             faithful.Accelerator(project_dir=sys.argv[2], **arguments)
-        assert process()["environment"] == clean and not replaced() and not patches.users and patches.undos == before
+        assert process()["environment"] == clean and replaced() == imported
+        assert not patches.users and patches.undos == before
     with pytest.MonkeyPatch.context() as patch:  # the last line of the launch fails
         patch.setattr(faithful.Accelerator, "note", property(lambda self: 1 / 0))
         patch.setattr(machine, "CLEAR_REFS", machine.Path("/"))
         with pytest.raises(ZeroDivisionError):
             faithful.Accelerator(project_dir=sys.argv[2])
-    assert not replaced() and not patches.users and patches.undos == before and not ending.made
+    assert replaced() == imported and not patches.users and patches.undos == before and not ending.made
     one_step()
 
 

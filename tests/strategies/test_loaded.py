@@ -1,4 +1,5 @@
-"""A run loads what its plan names: no file of another strategy or backend, and amp8 where that computes something."""
+"""A run loads what its plan names: no file of another strategy or backend, no package of another engine, and amp8 where
+that computes something."""
 
 import json
 import subprocess
@@ -20,10 +21,14 @@ LOADED = {  # beside those; of amp8 only that it is loaded at all
     "single_fp8": "strategies.replicated backends.emulation amp8",
     "fsdp_fp8_msamp_o2": f"strategies.fsdp strategies.gathered backends.levels amp8 {SHARDS}",
 }
+OF_OTHERS = {"deepspeed": "zero", "transformers.modeling_utils": ""}  # package: of which configs the strategy needs it
 RUN = """
 import json, pathlib, sys
+import conftest
 from conftest import CONFIGS, Ranks
 from loop import loop
+
+conftest.IMPORTED_ONCE = []
 
 def run():
     loop()
@@ -46,3 +51,5 @@ def test_a_run_loads_no_file_of_another_strategy_or_backend(configs, tmp_path):
         names = json.loads((tmp_path / f"{config}.json").read_text())
         ours = {name for name in names if name.split(".")[0] in ROOMS and not name.startswith("amp8.")}
         assert ours == {*EVERY.split(), *LOADED[config].split()}, config
+        for name, strategy in OF_OTHERS.items():
+            assert (name in names) == bool(strategy and config.startswith(strategy)), (config, name)

@@ -5,7 +5,7 @@ import functools
 import of_matrices as own
 import pytest
 import torch
-from conftest import CONFIGS, distance, edited, launched, metrics, record, train
+from conftest import distance, launched, metrics, record, train
 from torch import nn
 
 from faithful import Accelerator
@@ -14,7 +14,6 @@ from shared import optimizers
 from shared.args import Refused
 
 STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1, "--model", "vit_nano")
-COMPILED = pytest.mark.slow  # torchao compiles its step
 
 
 class Options:
@@ -38,22 +37,20 @@ class Small(nn.Module):
 CASES = [
     pytest.param("single_fp32", "muon", (), 16 - 4 * 0.7, id="muon"),
     pytest.param("single_fp32", "adafactor", (), 8.2, id="adafactor"),
-    pytest.param("single_fp32", "adamw_bf16", ("--dtype", "bfloat16"), 8, id="adamw_bf16", marks=COMPILED),
-    pytest.param("single_fp32", "adamw_8bit", (), 10.5, id="adamw_8bit", marks=COMPILED),
-    pytest.param("fsdp_fp32", "adamw_8bit", (), 11, id="adamw_8bit, fsdp", marks=COMPILED),
+    pytest.param("single_fp32", "adamw_bf16", ("--dtype", "bfloat16"), 8, id="adamw_bf16"),
+    pytest.param("single_fp32", "adamw_8bit", (), 10.5, id="adamw_8bit"),
+    pytest.param("fsdp_fp32", "adamw_8bit", (), 11, id="adamw_8bit, fsdp"),
     pytest.param("fsdp_fp32", "muon", (), 16 - 4 * 0.7, id="muon, fsdp"),
 ]
 
 
-def run(config, folder, *argv, code=0, says=""):
-    """The folder of a run. torchao's compiled step does not live in a forked process, so those are launched."""
-    argv = [str(word) for word in (*STEPS, *argv)]
-    if not any(word.startswith("adamw_") for word in argv):
-        return train(config, folder, *argv)
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "compiled")}  # which a second run reads
-    done = launched("./launch.sh", config, "vit", *argv, "--output_dir", str(folder), env=env)
-    assert done.returncode == code and says in done.stdout + done.stderr, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder
+def not_compiled(rank):
+    torch.compile = lambda function, **options: function
+
+
+def run(config, folder, *argv, **others):
+    """The folder of a run. torchao would compile its step, which takes longer than all else here."""
+    return train(config, folder, *STEPS, *argv, before=not_compiled, **others)
 
 
 @pytest.mark.parametrize("config, name, more, largest", CASES)
@@ -66,6 +63,22 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, config, name, more, 
     assert metrics(whole)[-1] == metrics(resumed)[-1]
     held = record(whole)["evidence"]["bytes_per_parameter"]["total"]
     assert largest - 2 < held <= largest, held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, more", [("adamw_8bit", ()), ("adamw_bf16", ("--dtype", "bfloat16"))])
+def test_a_compiled_one_resumes_the_same(tmp_path, name, more):
+    """As torchao has it: compiled, in a process that is not forked."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}  # which the second run reads
+
+    def launch(folder, *argv):
+        words = [str(word) for word in (*STEPS, "--optimizer", name, *more, *argv, "--output_dir", tmp_path / folder)]
+        done = launched("./launch.sh", "single_fp32", "vit", *words, env=env)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return tmp_path / folder
+
+    whole = launch("whole")
+    assert distance(whole, launch("resumed", "--resume_from_checkpoint", whole / "checkpoint-2")) == 0
 
 
 def test_a_low_bit_state_is_put_together_again():
@@ -91,15 +104,12 @@ def test_a_class_that_is_not_torchaos_is_not_made():
         low_bit.put_together({"exp_avg.class": text})
 
 
-@COMPILED
 def test_low_bit_states_are_not_cut_for_another_number_of_processes(tmp_path):
     first = run("fsdp_fp32", tmp_path / "run", "--optimizer", "adamw_8bit")
-    path = tmp_path / "fsdp_three.yml"
-    text = (CONFIGS / "fsdp_fp32.yml").read_text()
-    path.write_text(edited(text, "num_processes: 2", "num_processes: 3"))
     argv = ("--optimizer", "adamw_8bit", "--resume_from_checkpoint", first / "checkpoint-2")
+    run("fsdp_fp32", tmp_path / "other", *argv, processes=3, code=2)
     says = "has low-bit optimizer states of 2 processes, which cannot be cut anew"
-    run(path, tmp_path / "other", *argv, code=2, says=says)
+    assert says in (tmp_path / "other.log").read_text()
 
 
 def test_muon_is_for_the_matrices_of_blocks():
