@@ -225,7 +225,7 @@ class Sharding:
         """fp16 codes of this rank's rows."""
         shard = self.parameter._local_tensor
         if not isinstance(shard, RowShard):
-            raise RuntimeError("a converted weight is plain again: don't cast or move the model after amp8.initialize")
+            raise CodesRead("a converted weight is plain again: don't cast or move the model after initialize")
         return shard.codes
 
     def hold(self, codes: torch.Tensor) -> None:

@@ -262,7 +262,7 @@ class FP8Linear(nn.Linear):
             port = self.port_for(dtype)
         if self.sharding is not None:
             if codes is None or codes.dtype != scaling.E4M3:
-                raise RuntimeError("a converted weight is plain again: don't cast the model after amp8.initialize")
+                raise CodesRead(f"{self.name} has a weight that is not converted: assign or cast none after initialize")
             weight_scale = weight_scale * FP16_TO_E4M3
         rows = input.reshape(-1, input.shape[-1])
         with torch.no_grad():

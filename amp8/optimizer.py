@@ -22,6 +22,7 @@ import torch
 from torch.optim.adam import adam
 
 from . import kernels, scaling
+from .coded import CodesRead
 from .compiled import compiled_on_cuda
 from .rounding import above, random_noise, store
 from .tensors import amaxes_of, flat, linear_of, local, own_rows, without_waiting
@@ -129,7 +130,7 @@ class Adam(torch.optim.Optimizer):
                 if linear is not None:
                     if linear.gradient.pending:
                         if linear.parameter is not parameter or linear.gradient.linear is not linear:
-                            raise RuntimeError("a converted layer has another weight now: call amp8.initialize last")
+                            raise CodesRead("a converted layer has another weight now: call amp8.initialize last")
                         converted.append(parameter)
                 elif parameter.grad is not None:
                     if parameter.grad.is_sparse:
@@ -199,7 +200,7 @@ class Adam(torch.optim.Optimizer):
             expected, there = scaling.E4M3 if has_master else torch.float16, linear.codes.dtype
             if there != expected or linear.cast:
                 there = linear.cast or there
-                raise RuntimeError(f"a converted weight is {there}, not {expected}: don't cast the model")
+                raise CodesRead(f"a converted weight is {there}, not {expected}: don't cast the model")
             if has_master and linear.master is not None and linear.master.device != linear.weight.device:
                 linear.master = linear.master.to(linear.weight.device)
                 linear.master_scale = linear.master_scale.to(linear.weight.device)

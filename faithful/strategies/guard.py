@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 import torch
@@ -43,6 +43,31 @@ def refuse_released() -> NoReturn:
     raise Refused(
         "the script uses a weight that ZeRO-3 has released, outside of a forward pass: do it on all processes within "
         "`with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):`, or use a zero2, ddp or fsdp config"
+    )
+
+
+def refuse_options(names: Collection[str]) -> None:
+    """names: what a backward pass of DeepSpeed's engine is asked for and does not know."""
+    if names:
+        raise Refused(
+            f"backward({', '.join(f'{name}=...' for name in sorted(names))}): DeepSpeed's engine has no such option, "
+            "leave it out, or use a ddp config"
+        )
+
+
+def refuse_step() -> NoReturn:
+    """Torch's step would use the gradients of before again, or zeros, which move a weight by its momentum."""
+    raise Refused(
+        "the script steps without a backward pass since the last step, or since zero_grad(set_to_none=False), and "
+        "DeepSpeed frees gradients in both: call backward before it, or use a ddp config"
+    )
+
+
+def refuse_optimizer_state() -> NoReturn:
+    """DeepSpeed's own has the form of its checkpoints, and a process's part alone."""
+    raise Refused(
+        "the script saves or loads the optimizer's state_dict, which under ZeRO is a part of it in each process: call "
+        "accelerator.save_state and load_state, or use a ddp config"
     )
 
 

@@ -103,11 +103,12 @@ def judged(row, dtype, make, found):
     return ("right" if max(figures.values()) < bound else "wrong"), figures
 
 
-GRADIENTS = ["p.grad.mul_(0)", "p.grad[:n] = 0", "p.grad = -p.grad", "p.grad is read"]
+OF_ENGINE = ["p.grad.mul_(0)", "p.grad[:n] = 0", "p.grad = -p.grad", "p.grad is read", "optimizer.load_state_dict",
+             "model.zero_grad(set_to_none=False) before a step"]  # fmt: skip
 RELEASED = ["p.data.clamp_ after prepare", "p.data.clamp_ between backward and step", "nn.init after prepare",
-            "load_state_dict after a step", "a penalty over model.parameters()"]  # fmt: skip
+            "load_state_dict after a step", "a penalty over model.parameters()", "another Parameter after prepare"]  # fmt: skip
 # What strategies/guard.py refuses, each time with the end of a launch.
-GUARDED = {"zero1": GRADIENTS, "zero2": GRADIENTS, "zero3": GRADIENTS + RELEASED} | dict.fromkeys(
+GUARDED = {"zero1": OF_ENGINE, "zero2": OF_ENGINE, "zero3": OF_ENGINE + RELEASED} | dict.fromkeys(
     ("fsdp", "hsdp", *SPLIT), ["p.grad[:n] = 0", "a penalty over model.parameters()"]
 )
 

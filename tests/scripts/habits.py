@@ -5,6 +5,7 @@ A row is a function of (moment, run). Moments: `built`, before `prepare`; `prepa
 returns. What they read of it goes to `run.seen`.
 """
 
+import copy
 import math
 import sys
 from types import SimpleNamespace
@@ -249,6 +250,54 @@ def set_all_to_none(run):
         parameter.grad = None
 
 
+def evaluated(run):
+    with torch.no_grad():
+        run.loss_of()
+
+
+def swapped_for_an_evaluation(run):
+    weight = run.weight()
+    kept = weight.data.clone()
+    weight.data.mul_(0.5)
+    evaluated(run)
+    weight.data.copy_(kept)
+
+
+def of_two_passes(run):
+    run.loss = run.loss_of() + run.loss_of()
+
+
+def another_parameter(run):
+    block = run.model.get_submodule(run.name.rpartition(".")[0])
+    block.weight = nn.Parameter(run.weight().detach() * 0.5)
+
+
+def optimizer_of_before(moment, run):
+    if moment == "stepped" and run.step == 0:
+        run.saved = copy.deepcopy(run.optimizer.state_dict())
+    elif moment == "stepped" and run.step == 2:
+        run.optimizer.load_state_dict(run.saved)
+
+
+def block_hook(register, function):
+    """A hook on the module whose weight rows change."""
+
+    def row(run):
+        block = run.model.get_submodule(run.name.rpartition(".")[0])
+        getattr(block, register)(function)
+
+    return row
+
+
+def with_gradient_argument(run):
+    run.backward(run.loss_of(), gradient=torch.tensor(-2.0, dtype=run.dtype))
+
+
+def no_decay(run):
+    for group in run.optimizer.param_groups:
+        group["weight_decay"], group["betas"] = 20.0, (0.5, 0.9)
+
+
 ROWS = {
     "nothing": lambda moment, run: None,
     "p.data.clamp_ before prepare": at("built")(clamp),
@@ -296,12 +345,31 @@ ROWS = {
     "model.zero_grad gives up": at("begun")(another_pass(lambda run: run.prepared.zero_grad())),
     "p.grad = None gives up": at("begun")(another_pass(set_all_to_none)),
     "an infinite loss is given up": at("begun", steps=(1, 2))(another_pass(lambda run: run.prepared.zero_grad(), math.inf)),
+    "weights swapped for an evaluation": at("stepped")(swapped_for_an_evaluation),
+    "an evaluation between backward and step": at("backward")(evaluated),
+    "two forward passes, one backward pass": at("loss")(of_two_passes),
+    "optimizer.state.clear()": at("stepped", steps=(1,))(lambda run: run.optimizer.state.clear()),
+    "optimizer.load_state_dict": optimizer_of_before,
+    "weight_decay and betas after a step": at("stepped", steps=(0,))(no_decay),
+    "another Parameter after prepare": at("prepared")(another_parameter),
+    "a forward hook that returns another output":
+        at("prepared")(block_hook("register_forward_hook", lambda module, args, out: -out)),
+    "a backward hook that returns another gradient":
+        at("prepared")(block_hook("register_full_backward_pre_hook", lambda module, gradients: (-gradients[0],))),
+    "all of p.grad = None before a step": at("backward", steps=(1, 2))(set_all_to_none),
+    "optimizer.zero_grad before a step": at("backward", steps=(1, 2))(lambda run: run.optimizer.zero_grad()),
+    "model.zero_grad(set_to_none=False) before a step":
+        at("backward", steps=(1,))(lambda run: run.prepared.zero_grad(set_to_none=False)),
+    "backward(loss, gradient)": at("begun")(with_gradient_argument),
+    "loss.backward()": at("begun")(lambda run: (-2.0 * run.loss_of()).backward()),
 }  # fmt: skip
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward", "p.data = in forward"}  # rows for Net alone
 WITHOUT_EFFECT = {  # on the weights, which in torch are those of training without the row, or nearly
     "nothing", "p.grad is read", "model.eval()", "a block in eval()", "dtypes of inputs and outputs", "model.bfloat16() before prepare",
     "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
-    "an infinite loss is given up",
+    "an infinite loss is given up", "weights swapped for an evaluation", "an evaluation between backward and step",
+    "two forward passes, one backward pass", "optimizer.state.clear()", "optimizer.load_state_dict",
+    "model.zero_grad(set_to_none=False) before a step",
 }  # fmt: skip
 
 
@@ -311,7 +379,7 @@ def trained(row, accelerator=None, dtype=torch.float32, make=Net, lr=1e-2):
     model = make().to(dtype)
     first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inputs, targets = torch.randn(STEPS, SAMPLES, WIDTH, dtype=dtype), torch.randn(STEPS, SAMPLES, OUT, dtype=dtype)
-    run = SimpleNamespace(model=model, name=model.weight, step=0, seen=[], loss=None)
+    run = SimpleNamespace(model=model, name=model.weight, step=0, seen=[], loss=None, dtype=dtype)
     run.weight = lambda: run.model.get_parameter(run.name)
     ROWS[row]("built", run)
     if accelerator is None and row == "model.bfloat16() before prepare":

@@ -138,6 +138,7 @@ class Held:
         self.parameters: list[Partitioned] = parameters
         self.owned = {id(parameter) for group in engine.groups(zero) for parameter in group}
         self.begun = self.whole = False  # a backward pass of the step is done; the last one, and gradients are averaged
+        self.given_up: bool | None = True  # since the last backward pass and update; False: by zeros; None: not
         self.at_work = False  # the engine uses its parameters itself
         self.hooks_of_engine = {handle.id for handle in zero._grad_acc_hooks}
         self.reached: set[int] = set()  # ids of the parameters that have a gradient
@@ -193,12 +194,19 @@ class Held:
         engine.drop_gradient(self.zero, parameter)
         self.reached.discard(id(parameter))
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, set_to_none: bool = True) -> None:
         """Gives up the gradients since the last update."""
         if self.begun:
             with self.working():
                 engine.drop_gradients(self.zero)
             self.updated()
+        self.given_up = set_to_none
+
+    def nothing_to_update(self) -> bool:
+        """Whether no parameter has a gradient, so that torch's step changes nothing."""
+        if not self.begun and not self.given_up:
+            guard.refuse_step()
+        return not self.begun
 
     def after_backward(self, whole: bool) -> None:
         """whole: whether this was the step's last backward pass. Those of stage 3 without a gradient still hold the one
@@ -207,11 +215,12 @@ class Held:
             for parameter in self.parameters:
                 if self.has(parameter) and id(parameter) not in self.reached and parameter.requires_grad:
                     engine.drop_gradient(self.zero, parameter)
-        self.begun, self.whole = True, whole
+        self.begun, self.whole, self.given_up = True, whole, None
 
     def updated(self) -> None:
         """Called after each update."""
         self.begun = self.whole = False
+        self.given_up = None
         self.reached.clear()
 
 

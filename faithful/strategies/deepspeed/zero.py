@@ -196,10 +196,15 @@ class ZeRO(GradientsElsewhere, Strategy):
         held.fragments = Fragments(zero, held.reached)
         clip_as_configured(zero)
         zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
+        for name in ("state_dict", "load_state_dict"):
+            setattr(zero, name, functools.partial(by_the_engine, held, getattr(zero, name)))
         with_checkpoints_of_its_own(engine, held)
         engine.module.register_forward_hook(self._once_differentiable)
 
         def backward(loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+            if (gradient := kwargs.pop("gradient", None)) is not None:
+                loss = (loss * gradient).sum()
+            guard.refuse_options(kwargs.keys() - {"retain_graph"})
             engine.set_gradient_accumulation_boundary(sync_gradients)
             self._in_backward = True
             with held.working(), added_up(zero):
@@ -208,6 +213,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             held.after_backward(sync_gradients)
 
         def step() -> None:
+            if held.nothing_to_update():
+                return
             with held.working():
                 engine.step()
             held.updated()
@@ -215,7 +222,7 @@ class ZeRO(GradientsElsewhere, Strategy):
 
         if stage(zero) > 1:  # Accelerate calls it in stage 1 only
             engine.no_sync = refuse_no_sync
-        engine.zero_grad = engine.module.zero_grad = lambda set_to_none=True: held.drop_gradients()
+        engine.zero_grad = engine.module.zero_grad = held.drop_gradients
         return Engine(backward, step, held.drop_gradients, Scaler(zero) if zero.dtype == torch.float16 else None)
 
     def _once_differentiable(self, module: nn.Module, args: object, output: object) -> None:
@@ -517,6 +524,13 @@ def with_checkpoints_of_its_own(engine: "DeepSpeedEngine", held: Held) -> None:
         return loaded
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def by_the_engine(held: Held, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of the optimizer for DeepSpeed, and refuses it to a script."""
+    if not held.at_work:
+        guard.refuse_optimizer_state()
+    return function(*args, **kwargs)
 
 
 def clip_as_configured(zero: Zero) -> None:
