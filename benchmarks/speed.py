@@ -12,22 +12,14 @@ launches      kernels, copies and fills of a whole step under O2, of fp8_speed.p
               in the code of the blocks and of amp8's compiled functions, amp8's own kernels, and torch's operators, one
               each. What libraries launch inside of one operator is not seen (an H200: a fill for each FP8 product, and
               one for each sum of the compiler's code). `garbled`: of the code that this test of triton#11111 finds
-machine_code  MS-AMP's Triton kernels, compiled for compute capability 9.0 and 10.0: instructions for each element,
-              registers, bytes that did not fit into registers (`spilled`)
-graphs        Llama, ViT and BERT, small, with compiled blocks on this CPU: graphs of torch.compile and breaks in them,
-              and seconds of the first step, in which it compiles
-steps         a step of Llama-8B (8,192 tokens for each GPU) and ViT-Huge (64 images) on H100s as
-              `./launch.sh estimate --time` estimates it, over bf16's and over compiled bf16's
 """
 
 import contextlib
 import functools
-import itertools
 import json
 import re
 import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 from unittest import mock
@@ -374,112 +366,7 @@ def of_step(model, torch, amp8, kernels):
     return {"all": found["compiled"] + found["own"] + found["torch"], **found, "garbled": len(GARBLED)}
 
 
-# ------------------------------------------------------------------------------------------------------- machine code
-
-
-def machine_code():
-    """{kernel: {capability: figures}}, compiled by the ptxas that Triton brings."""
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from amp8 import kernels, scaling, triton_kernels
-
-    e4m3, carry = "*fp8e4nv", dict(zip(("CARRY", "EXPONENT"), scaling.carry_and_exponent(scaling.E4M3), strict=True))
-    cast = {"TOP": 448.0, "SMALLEST": 2.0**-6, "EPS": 0.125, **carry, "RECORDING": True, "TRANSPOSED": True,
-            "ADDRESS": False, "TILE": kernels.TILE, "PROGRAMS": kernels.PROGRAMS}  # fmt: skip
-    adam = {"W": tl.float16, "G": tl.float8e4nv, "M": tl.float8e4nv, "V": tl.float16, "COPY": False, "NOISY": True,
-            "DECOUPLED": True, "ALIGNED": True, "CHUNK": kernels.CHUNK, "found_inf": None}  # fmt: skip
-    fp32 = ("found", "own", "scale", "scale_at", "reciprocal", "scales", "history", "numbers", "bias")
-    state = dict.fromkeys(fp32, "*fp32") | {"updates": "*i32", "table": "*i64", "places": "*i32", "cast_bias": "*bf16"}
-    block = {"BLOCK": kernels.BLOCK}
-    gradient = block | carry | {"OF_ZEROS": 2.0**60, "PROGRAMS": kernels.PROGRAMS}
-    wanted = {  # name: (function, dtypes of its tensors, constants, warps, elements of a program)
-        "cast": ("cast", {"x": "*bf16", "codes": e4m3, "turned": e4m3}, cast, 4, 64 * 64),
-        "amax": ("amax", {"x": "*bf16"}, block, 8, kernels.BLOCK),
-        "gradient": ("gradient", {"x": "*bf16", "codes": e4m3}, gradient, 8, kernels.BLOCK),
-        "weight": ("scaled", {"x": "*fp16", "codes": e4m3}, block | {"FACTOR": 2.0**-8}, 8, kernels.BLOCK),
-        "weight transposed": ("turn", {"x": "*fp16", "turned": e4m3}, {"FACTOR": 2.0**-8, "TILE": 64}, 4, 64 * 64),
-        "Adam of O2": ("adam", {"found": "*i32"}, adam, 4, kernels.CHUNK),
-        "Adam of O3": ("adam", {"found": "*i32"}, adam | {"COPY": True}, 4, kernels.CHUNK),
-        "Adam of O1": ("adam", {"found": "*i32"}, adam | {"M": tl.float32, "V": tl.float32}, 4, kernels.CHUNK),
-    }  # fmt: skip
-    found = {}
-    for name, (function, dtypes, constants, warps, elements) in wanted.items():
-        function = getattr(triton_kernels, function)
-        names = function.arg_names
-        signature = dict.fromkeys(names, "i32") | {key: kind for key, kind in state.items() if key in names}
-        signature |= dtypes | dict.fromkeys(constants, "constexpr")
-        aligned = [i for i, key in enumerate(names) if "*" in signature[key] or key in ("rows", "columns", "n")]
-        source = ASTSource(function, signature, {(names.index(key),): value for key, value in constants.items()},
-                           {(i,): [["tt.divisibility", 16]] for i in aligned})  # fmt: skip
-        for capability in (90, 100):
-            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-            assert not re.search(r"(min|max)\.NaN", made.asm["ptx"]), name  # triton#11111
-            found.setdefault(name, {})[str(capability)] = of_code(made.asm["cubin"], elements / (32 * warps))
-    return found
-
-
-def of_code(cubin, elements):
-    """elements: of one thread."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        used = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
-        text = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)", text)
-    registers, spilled = (int(re.search(rf"{key}:(\d+)", used.stdout + used.stderr)[1]) for key in ("REG", "STACK"))
-    return {"instructions": round(len(code) / elements, 1), "registers": registers, "spilled": spilled}
-
-
-# ------------------------------------------------------------------------------------------------------ graphs, steps
-
-
-def graphs():
-    from fp8_speed import MODELS, case
-
-    names = [f"{model}-{way}-compile" for model, way in itertools.product(MODELS, WAYS[1:])]
-    found = {name: case(name, "cpu") for name in names}
-    return {name: {key: figures[key] for key in ("graphs", "breaks", "first_s")} for name, figures in found.items()}
-
-
-CONFIGS = ("fp8", "fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3", "fp8_te")
-
-
-def steps():
-    """{model: {GPUs: {config: its ratio to bf16 and to compiled bf16}}}. `compile` as in the other configs' names."""
-    from step_time import H100, time_of, traced, vit_huge
-
-    models = {"Llama-3.1-8B": traced("Llama-3.1-8B", 4, 2048), "ViT-Huge": vit_huge()}
-    found = {}
-    for (name, figures), processes in itertools.product(models.items(), (1, 8)):
-        strategy = "single" if processes == 1 else "fsdp" if "Llama" in name else "ddp"
-        bf16, compiled = (time_of(f"{strategy}_bf16", figures, H100, c, processes) for c in (False, True))
-        rows = {f"{strategy}_bf16": bf16, f"{strategy}_bf16 compiled": compiled}
-        for config, c in itertools.product(CONFIGS, (False, True)):
-            file = f"{strategy}_{config}"
-            te_compiles_itself = config == "fp8_te" and not c
-            if (ROOT / "accelerate_configs" / f"{file}.yml").exists() and (config != "fp8_te" or te_compiles_itself):
-                rows[file + c * " compiled"] = time_of(file, figures, H100, c, processes)
-        found.setdefault(name, {})[str(processes)] = {
-            key: {"ms": 1000 * took, "over_bf16": took / bf16, "over_compiled_bf16": took / compiled}
-            for key, took in rows.items()
-        }
-    return found
-
-
-PARTS = {
-    "layers": layers,
-    "compiled": compiled,
-    "launches": launches,
-    "machine_code": machine_code,
-    "graphs": graphs,
-    "steps": steps,
-}
+PARTS = {"layers": layers, "compiled": compiled, "launches": launches}
 
 
 def part(name):
