@@ -60,7 +60,7 @@ def launched(config):
 def launch(output, only):
     names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yml"))
     runs = {}
-    for config in [name for name in names if any(word in name for word in only)]:
+    for config in only or names:
         runs[config] = launched(config)
         print(f"{config:36}", runs[config].get("said") or runs[config]["measured"], flush=True)
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
@@ -72,7 +72,7 @@ def compare(file, only):
     found = before["configs"]
     about = {name: there[name] for name in ("device", "versions", "date", "commit", "command")}
     for config, run in there["runs"].items():
-        if not run.get("loss") or not any(word in config for word in only):
+        if not run.get("loss") or only and config not in only:
             continue
         line = ["--config_file", f"accelerate_configs/{config}.yml", "--num_processes", str(run.get("processes", 1))]
         here = losses(sys.executable, line, recipe_of(config), {"CUDA_VISIBLE_DEVICES": ""})
@@ -87,7 +87,7 @@ def main():
     parser = arguments(__doc__)
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("--launch", action="store_true", help="on a GPU: write the file")
-    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="configs whose name has one of these")
+    parser.add_argument("--only", nargs="+", metavar="CONFIG", help="default: all")
     args = parser.parse_args()
     (launch if args.launch else compare)(args.file, args.only)
 

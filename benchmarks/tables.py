@@ -3,8 +3,8 @@
     python benchmarks/tables.py            write them
     python benchmarks/tables.py --check    exit code 1 where a page says something else
 
-A table stands between `<!-- from results/...: python benchmarks/tables.py -->` and `<!-- end -->`. One of a finished
-study, whose script is gone, is a file itself: results/....md.
+A table stands between `<!-- from results/...: python benchmarks/tables.py -->` and `<!-- end -->`. What was
+measured once, on a card that was lent or by a script that is gone, has a table as a file: results/....md.
 """
 
 import json
@@ -109,52 +109,6 @@ def step_times(figures):
     )
     text += f"trainings take {min(times):.2f} to {max(times):.2f} of the published time."
     return f"{text}\n\n{report.table(['published training', 'over', 'published', 'estimated', 'miss'], rows)}"
-
-
-def speed(figures):
-    """The measured cases, and amp8's kernels."""
-    cases, rows = figures["cases"], []
-    for name, row in cases.items():
-        model, way, *rest = name.split("-")
-        if row.get("shared"):
-            continue
-        base, fast = cases[f"{model}-bf16"]["ms"], cases[f"{model}-bf16-compile"]["ms"]
-        ways = {"bf16": "bf16", "ao": "torchao, tensorwise"}
-        words = ways.get(way, f"MS-AMP's {way}") + (", compiled" if rest else "")
-        rows.append([model, words, f"{row['ms']:.0f}", f"{row['ms'] / base:.2f}", f"{row['ms'] / fast:.2f}",
-                     f"{row['kernel_ms']:.0f}", f"{row['host_ms']:.0f}", f"{row['peak_GiB']:.1f}"])  # fmt: skip
-    heads = ["model", "how", "step, ms", "over bf16", "over compiled bf16", "kernels, ms", "host, ms", "peak, GiB"]
-    table = report.table(heads, rows)
-    layers = [
-        [shape, *(f"{row[key]:,}" for key in ("bf16", "O2 before", "O2"))] for shape, row in figures["linears"].items()
-    ]
-    heads = ["M x K x N", "bf16, µs", "O2 at 5b175df, µs", "O2, µs"]
-    kernels = "; ".join(f"{name} {rate:,.0f}" for name, (_, rate) in figures["kernels"].items())
-    return (
-        f"{came_from(figures)}:\n\n{table}\n\nThe kernels of one Linear layer, forward and backward:\n\n"
-        f"{report.table(heads, layers)}\n\nGB/s: {kernels}."
-    )
-
-
-WAYS = {"bf16": "bf16", "ao": "torchao, tensorwise", "te": "TransformerEngine, delayed"}
-HOW = {"compile": ", compiled", "ro": ", compiled with reduce-overhead", "graph": ", the step in one CUDA graph"}
-
-
-def ms(name, row, base):
-    """A row of speed_h200."""
-    model, way, *how = name.removesuffix(" (second run)").split("-")
-    words = WAYS.get(way, f"MS-AMP's {way}") + (HOW[how[0]] if how else "") + (" (again)" if name.endswith(")") else "")
-    cells = (f"{row['ms']:.1f}", f"{row['ms'] / base:.2f}", f"{row['kernel_ms']:.1f}", f"{row['host_ms']:.1f}")
-    return [model, words, *cells, f"{row['kernels']:,}", f"{row['peak_GiB']:.1f}"]
-
-
-def speed_h200(figures):
-    cases = figures["cases"]
-    rows = [ms(name, row, cases[f"{name.partition('-')[0]}-bf16-compile"]["ms"]) for name, row in sorted(cases.items())]
-    heads = ["model", "how", "step, ms", "over compiled bf16", "kernels, ms", "host, ms", "kernels", "peak, GiB"]
-    versions = ", ".join(f"{name} {figures['versions'][name]}" for name in ("torch", "triton", "transformer_engine"))
-    about = f"{figures['device']}; {versions}; commit {figures['commit']}; {figures['date']}"
-    return f"{about}; {figures['how']}:\n\n{report.table(heads, rows)}"
 
 
 def card(figures):
@@ -348,8 +302,6 @@ TABLES = {
     "results/stuck.json": stuck,
     "results/amp8_memory.json": memory,
     "results/step_time.json": step_times,
-    "results/fp8_speed.json": speed,
-    "results/h200/speed.json": speed_h200,
     "results/card.json": card,
     "results/versions.json": versions,
     "results/wrapper.json": wrapper,

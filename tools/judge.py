@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from shared.args import Refused
@@ -123,7 +123,6 @@ def row_of(name: str, runs: list[Run], seeds: set[int | None], fallback: bool) -
         "wire_bytes_per_step": evidence["wire_bytes_per_step"],
         "gpu_utilization": statistics.mean(utilization) if None not in utilization else None,
         "step_seconds_p90": statistics.mean(p90) if None not in p90 else None,
-        "estimate": None,
         "curves": curves(runs),
     }
 
@@ -166,13 +165,10 @@ def make(
     command: str,
     baseline: str | None = None,
     vary: Collection[str] = (),
-    price: float | None = None,
     margin: float = 0.01,
     looks: int = 1,
-    guess: Callable[[dict[str, Any]], object] = lambda record: None,
 ) -> dict[str, Any]:
-    """Makes the report from runs that `read` returned. looks: how often the comparison is looked at before it ends.
-    guess: a function from a record to its memory estimate."""
+    """Makes the report from runs that `read` returned. looks: how often the comparison is looked at before it ends."""
     check_alike(runs, vary)
     sound = [run for run in runs if not run["problem"]]
     if not sound:
@@ -221,15 +217,8 @@ def make(
         "args": args_shown,
         "steps_measured": record["throughput"]["steps_measured"],
         "steps_excluded": record["throughput"]["steps_excluded"],
-        "price_per_hour": price,
         "rows": rows,
     }
-    for row in rows:
-        if not row["error"]:
-            row["estimate"] = guess(groups[row["config"]][0]["record"])
-        if price and not row["error"] and not row["emulated"]:
-            rate = row["measures"]["samples_per_second"]["mean"]
-            row["samples_per_unit_of_price"] = rate * 3600 / price
     return comparison
 
 

@@ -195,7 +195,7 @@ def test_every_command_does_its_work_where_pip_put_it(installed, tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     recipes("compare", "single_fp8", "--seeds", "1", "--no-twin", "--", "vit", "--max_steps", "6", says="single_fp8")
     [made] = (tmp_path / "runs").glob("compare-vit-*/single_fp8-seed0")
-    assert (made.parent / "report.html").exists() and (made.parent / "estimates.json").exists()
+    assert (made.parent / "report.html").exists()
     recipes("show", made, "--html", says="run.html")
     recipes("export", made, says="export.safetensors")
     recipes("predict", made, "a.png", says="a.png")
