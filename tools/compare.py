@@ -293,7 +293,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         help="exit code 1 unless every final metric is within --rtol of this row's",
     )
     add("--rtol", type=cli.number(float, 0), default=0.01, help="relative (default: 0.01)")
-    add("--no-estimate", action="store_true", help=argparse.SUPPRESS)  # of lines from before: nothing is estimated
+    add("--no-estimate", action="store_true", help="changes nothing: earlier versions estimated")
     add("--output_dir", "--output-dir", type=Path, help="where launched runs go")
     add(
         "--report", type=Path, help="where the reports go (default: beside launched runs; over finished ones, ./report)"
