@@ -74,25 +74,6 @@ def ratios(found):
     return f"{found['wall']['median']:.2f} ({low:.2f} to {high:.2f}), CPU {cpu:.2f}, fastest {fastest:.2f}"
 
 
-def estimates(figures):
-    heads = ["config", "model, data, batch", "states: estimated, counted", "off", "in all: estimated, peak", "off",
-             "peak as glibc leaves it"]  # fmt: skip
-    keys = ("states_estimated", "states_measured", "total_estimated", "peak_measured", "peak_by_default")
-    rows = []
-    for row in figures["rows"]:
-        what = f"{row['model']}, {row['dataset']}, {row['per_device_train_batch_size']}"
-        states, counted, total, peak, by_default = (f"{row[key] / 2**20:,.0f}" for key in keys)
-        later = "*" if "device" in row else ""
-        rows.append([f"`{row['config']}`{later}", what, f"{states}, {counted}", f"{row['states_off']:+.1%}",
-                     f"{total}, {peak}", f"{row['total_off']:+.1%}", by_default])  # fmt: skip
-    within = sum(row["within"] for row in figures["rows"])
-    text = f"{came_from(figures)}; MiB per process, {within} of {len(rows)} within 10% for states and 25% in all"
-    later = [row for row in figures["rows"] if "device" in row]  # measured by --configs
-    command = " ".join([figures["command"], "--configs", *dict.fromkeys(row["config"] for row in later)])
-    text += f". *: {came_from(later[0] | {'command': command})}" if later else ""
-    return f"{text}:\n\n{report.table(heads, rows)}"
-
-
 def step_times(figures):
     """Published ratios of step times beside estimated ones."""
     rows = []
@@ -294,11 +275,8 @@ TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
     "results/install.json": installs,
-    "results/estimate.json": estimates,
     "results/strategies.json": strategies,
-    "results/kills.json": kills,
     "results/kills_saving.json": kills,
-    "results/kills_async.json": kills,
     "results/stuck.json": stuck,
     "results/amp8_memory.json": memory,
     "results/step_time.json": step_times,

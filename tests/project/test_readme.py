@@ -37,12 +37,7 @@ NO_GPU = Machine(packages=["torchao", "deepspeed"])
 OWN = "train.py"  # a reader's own script, in examples
 TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
 # Measured, and on no page as a table: a sentence links the file, or a test alone reads it.
-WITHOUT_TABLE = {
-    "compare_digits/report.json",
-    "estimate.json",
-    "kills.json",
-    "kills_async.json",
-}
+WITHOUT_TABLE = {"compare_digits/report.json"}
 
 # Scripts of the history whose figures the pages have.
 GONE = set(

@@ -192,7 +192,7 @@ LINES = {
     "amp8": 4850,
     "tools": 7250,
     "shared": 2200,  # the Hub is asked once
-    "benchmarks": 5200,
+    "benchmarks": 5150,
     "tests": 35050,  # test_fsdp_tp.py, fp16 and FP8 of split layers, each key as the launcher exports it
     "recipes": 850,
 }
