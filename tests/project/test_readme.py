@@ -41,7 +41,7 @@ WITHOUT_TABLE = {"compare_digits/report.json"}
 
 # Scripts of the history whose figures the pages have.
 GONE = set(
-    re.findall(r"`(benchmarks/\w+\.py)`", (ROOT / "benchmarks" / "README.md").read_text().split("## Answered")[1])
+    re.findall(r"`(benchmarks/[\w/]+\.py)`", (ROOT / "benchmarks" / "README.md").read_text().split("## Answered")[1])
 )
 LEVELS = {backend: rules.levels for backend, rules in BACKENDS.items()}
 

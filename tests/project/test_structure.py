@@ -190,7 +190,7 @@ LINES = {
     "faithful/tensors": 300,
     "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4850,
-    "tools": 7250,
+    "tools": 7150,
     "shared": 2200,  # the Hub is asked once
     "benchmarks": 5150,
     "tests": 35050,  # test_fsdp_tp.py, fp16 and FP8 of split layers, each key as the launcher exports it
