@@ -285,7 +285,6 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="leave out the twin, the baseline with each weight changed by one bit",
     )
-    add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
     add("--vary", action="append", default=[], metavar="OPTION", help="over finished runs: an option that may differ")
     add(
         "--assert-close",
@@ -311,14 +310,14 @@ def over_finished(args: argparse.Namespace, command: str) -> tuple[dict[str, Any
     if args.seeds is not None:
         raise Refused("--seeds: not here; the seeds are those of the runs")
     runs = [records.read(name) for name in args.what]
-    return judge.make(runs, command, args.baseline, args.vary, args.margin), args.report or Path("report")
+    return judge.make(runs, command, args.vary, args.margin), args.report or Path("report")
 
 
 def refuse_options(args: argparse.Namespace, words: list[str], file: Path) -> None:
     """Raises Refused for options that make no sense where this script is launched."""
     given = find.with_file(file, split_launch(words)[2])
     taken = [name for name in OWN if find.is_recipe(file) and find.option(given, name.lstrip("-"))]
-    taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
+    taken += ["--vary"] if args.vary else []
     if taken:
         raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")
     if runs_once(file, words) and args.seeds not in (None, 1):

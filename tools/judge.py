@@ -163,7 +163,6 @@ def grouped(runs: list[Run], vary: Collection[str]) -> dict[str, list[Run]]:
 def make(
     runs: list[Run],
     command: str,
-    baseline: str | None = None,
     vary: Collection[str] = (),
     margin: float = 0.01,
     looks: int = 1,
@@ -179,10 +178,7 @@ def make(
         if not logged(run["record"]):
             run["problem"] = "lacks evidence: final metrics"
     groups = grouped(runs, vary)
-    first = baseline or next(iter(groups))
-    if first not in groups:
-        raise Refused(f"no runs of the baseline {first}: there are {', '.join(groups)}")
-    groups = {first: groups.pop(first)} | groups
+    first = next(iter(groups))
     twin = f"{first}, twin"
     seeds = {run["seed"] for name, group in groups.items() if name != first for run in group} - {None}
     if not seeds:  # nothing but the baseline

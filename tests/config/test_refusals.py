@@ -43,7 +43,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("compare", "{tmp}/nowhere", 2, "{tmp}/nowhere is no folder of a run"),
     ("compare", "single_bf16 --seeds 0 -- vit", 2, "argument --seeds: 0 is not a whole number, 1 or more"),
     ("compare", "single_bf16 --margin 2 -- vit", 2, "argument --margin: 2: write it as 1% or 0.01"),
-    ("compare", "single_bf16 --baseline x -- vit", 2, "--baseline: not here"),
+    ("compare", "single_bf16 --vary seed -- vit", 2, "--vary: not here"),
     ("compare", "single_bf16 {tmp}/share.yml -- vit", 2, "share.yml: fp8_config skip last 0%: write names of layers"),
     ("compare", "single_bf16 -- vit --max_step 4", 2, UNKNOWN),
     ("compare", "single_bf16 -- --num_processes two vit", 2, "--num_processes two is not a whole number, 1 or more"),
