@@ -1,16 +1,12 @@
-"""Attacks on what a run reads and writes: how many were tried, and how many did no harm. And thirteen faults that were
-found in an earlier version, each tried again on two checkouts.
+"""Attacks on what a run reads and writes: how many were tried, and how many did no harm.
 
-    git worktree add ../before 0150a8e
-    python benchmarks/attacks.py --before ../before --output results/faults.json
-    python benchmarks/attacks.py --checkout ../before --only 3 8        prints what these faults do there
+    python benchmarks/attacks.py --output results/faults.json                        all of them, in hours
     python benchmarks/attacks.py --families pages --output results/faults.json       runs one family again
 
-families      cases that were tried, and those that did no harm: nothing lost, nothing touched outside the folder, one
-              line that names the file. tests/faulty_io.py makes those of file operations, the tests that a row names
-              make the others, and some of them draw inputs. Those of two machines need root. Of files at their bounds
-              a row says what reading takes: seconds of a processor, and bytes of memory; 5 s and 500 MB are the most.
-the_thirteen  for each fault: whether it is held off, and what happened, `before` and `now`
+A family is a number of cases that were tried, and of those that did no harm: nothing lost, nothing touched outside the
+folder, one line that names the file. tests/faulty_io.py makes those of file operations, the tests that a row names make
+the others, and some of them draw inputs. Those of two machines need root. Of files at their bounds a row says what
+reading takes: seconds of a processor, and bytes of memory; 5 s and 500 MB are the most.
 """
 
 import functools
@@ -18,16 +14,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 from harness import ROOT, arguments, command, made, origin, save
 
 sys.path += [str(ROOT), str(ROOT / "tests")]
@@ -50,299 +43,21 @@ FAMILIES = {  # name: what pytest is given
     "two machines' disks that differ": ["tests/checkpoint/test_two_disks.py", "tests/checkpoint/test_own_disks.py"],
     "folders elsewhere, and of other runs": ["tests/checkpoint/test_other_places.py"],
 }  # fmt: skip
+OPERATIONS = "every file operation fails once, or the process is killed there"
 DISKS = "saves of two machines"  # one is killed, or its disk is full, at every file operation
 BOUNDS = "files at their bounds"  # as large as those that are accepted can be
 MOST_SECONDS, MOST_BYTES = 5, 500_000_000  # of a processor and of memory, to read one of them
 STEPS = ["--model", "vit_nano", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0", "--logging_steps", "1"]
-LAUNCH = ["tools/accelerate_launch.py", "--config_file"]
-SECONDS = 300  # after which an attack has hung the program, on a machine that has other work, too
 
 
-class Home:
-    """A folder with files of a user's, a run that was downloaded, and a checkout whose code is attacked."""
-
-    def __init__(self, checkout, made, folder):
-        self.checkout, self.run, self.folder = checkout, Path(folder, "downloads", "run"), Path(folder)
-        self.mine = self.folder / "home" / "secret"
-        shutil.copytree(made, self.run)
-        self.mine.parent.mkdir()
-        self.mine.write_text("mine")
-
-    def start(self, *words, env=None, **options):
-        """Starts Python in the checkout. A first word that begins with a new line is a program, else a file."""
-        words = [*(["-c"] if "\n" in words[0] else []), *map(str, words)]
-        own = {"PYTHONPATH": str(self.checkout), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        env = os.environ | own | (env or {})
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        return subprocess.Popen([sys.executable, *words], cwd=self.checkout, env=env, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)  # fmt: skip
-
-    def call(self, *words, **options):
-        """Returns (exit code, output)."""
-        return ended(self.start(*words, **options))
-
-    def train(self, *words):
-        return self.call("recipes/vit.py", *STEPS, *words)
-
-    def checkpoint(self, step=4):
-        return self.run / f"checkpoint-{step}"
-
-
-def ended(process):
-    """Waits for the end of a process. Returns (exit code, output); a process that hangs is killed."""
-    try:
-        text, _ = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
-        text, _ = process.communicate()
-        return "hangs", text
-    return process.returncode, text
-
-
-def in_words(result):
-    """(whether a program has ended in one line for the user, what it said last) without folders and colours."""
-    code, text = result
-    lines = [line for line in text.splitlines() if line.strip()] or [""]
-    said = next((line for line in reversed(lines) if re.search("refused|rror", line)), lines[-1])
-    said = re.sub(r"(/[\w.-]+)+/", "", ascii(said[:1000])[1:-1])[:160]
-    traced = "Traceback" in text
-    return code != "hangs" and not traced, f"exit code {code}, {'a traceback, ' if traced else ''}{said}"
-
-
-# ---- the thirteen. Each returns (whether it is held off, what happened) ----
-
-
-def manifest(home):
-    """the manifest of a checkpoint names a file elsewhere"""
-    folder, staged = home.checkpoint(), home.checkpoint() / ".checkpoint.tmp"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    staged.mkdir()
-    for name in (*manifest, "manifest.json"):
-        shutil.copy(folder / name, staged / name)
-    entry = next(iter(manifest.values()))
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"../../../home/secret": entry}))
-    shutil.rmtree(home.run / "model")
-    home.call("tools/export.py", home.run)
-    there = home.mine.exists()
-    return there, "the file stays" if there else "the user's file is deleted by export"
-
-
-def clock(home):
-    """the clock is set back between two checkpoints"""
-    _, text = home.call("""
-import sys, time, torch
-from accelerate.utils import ProjectConfiguration
-from faithful import Accelerator
-real, ahead = time.time, 0
-time.time = lambda: real() + ahead
-accelerator = Accelerator(project_config=ProjectConfiguration(sys.argv[1], total_limit=2))
-model = torch.nn.Linear(4, 4)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-for step in range(1, 7):
-    accelerator.backward(model(torch.ones(2, 4)).sum()), optimizer.step()
-    ahead = 5 * 3600 if step <= 2 else 0
-    accelerator.save_state()
-accelerator.load_state()
-print("newest:", accelerator.steps.taken)
-""", home.folder / "clock")  # fmt: skip
-    kept = sorted(path.name for path in (home.folder / "clock").glob("checkpoint-*"))
-    newest = (re.findall(r"newest: (\d+)", text) or [None])[0]
-    return newest == "6", f"of steps 1 to 6 it keeps {', '.join(kept)}, resumes at {newest}"
-
-
-def pipe(home):
-    """export --output names a pipe"""
-    target = home.folder / "pipe"
-    os.mkfifo(target)
-    result = home.call("tools/export.py", home.run, "--output", target)
-    kept = target.is_fifo()
-    return kept, f"{'it stays' if kept else 'it is replaced by a file'}; {in_words(result)[1]}"
-
-
-def state(home):
-    """trainer_state.json of the newest checkpoint is damaged"""
-    (home.checkpoint() / "trainer_state.json").write_text("{}")
-    shutil.rmtree(home.run / "model")
-    _, text = home.call("tools/export.py", home.run)
-    said = "skipping" in text
-    return said, f"export reads an older one and {'says so' if said else 'says nothing'}"
-
-
-def torn(home):
-    """a row of metrics.jsonl is torn, as after a crash"""
-    first, *rest = (home.run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (home.run / "metrics.jsonl").write_text("".join([first, '{"step": 2, "lo', *rest]))
-    result = home.train("--output_dir", home.run, "--resume_from_checkpoint", home.checkpoint(2))
-    return result[0] == 0 and in_words(result)[0], in_words(result)[1]
-
-
-def output(home):
-    """--output_dir is a file"""
-    result = home.train("--output_dir", home.mine)
-    return result[0] == 2 and in_words(result)[0], in_words(result)[1]
-
-
-def interrupts(home):
-    """Ctrl-C again while the run ends"""
-    result = home.call("""
-import os, signal, sys, time, torch
-from faithful import Accelerator
-try:
-    from faithful.launch import process
-except ImportError:  # an earlier version
-    from faithful import process
-signal.signal(signal.SIGINT, signal.default_int_handler)
-accelerator = Accelerator(project_dir=sys.argv[1])
-name = "as_refusal" if hasattr(process, "as_refusal") else "explained"
-does, once = getattr(process, name), iter([True])
-def interrupted(*what):
-    if next(once, False):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-    return does(*what)
-setattr(process, name, interrupted)
-model = torch.nn.Linear(4, 4)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-os.kill(os.getpid(), signal.SIGINT)
-""", home.folder / "interrupted")  # fmt: skip
-    return result[0] == 130 and in_words(result)[0], in_words(result)[1]
-
-
-def image(home):
-    """a PostScript file is named .png"""
-    (home.folder / "gs").write_text(f"#!/bin/sh\ntouch {home.folder}/started\nexit 1\n")
-    (home.folder / "gs").chmod(0o755)
-    env = {"PATH": f"{home.folder}:{os.environ['PATH']}"}
-    home.call("""
-import sys
-from PIL import Image
-from shared import images
-Image.new("RGB", (8, 8)).save(sys.argv[1], "EPS")
-images.read_image({"path": sys.argv[1], "bytes": None}, 0)
-""", home.folder / "a.png", env=env)  # fmt: skip
-    started = (home.folder / "started").exists()
-    return not started, "Ghostscript is started" if started else "it is not opened"
-
-
-def ports(home):
-    """who can reach the ports of two training processes on one machine (those of the launcher are torch's own)"""
-    words = ["--max_steps", 100000, "--output_dir", home.folder / "two"]
-    script = ["accelerate_configs/ddp_fp32.yml", "recipes/vit.py"]
-    run = home.start(*LAUNCH, *script, *STEPS, *words, start_new_session=True)
-    while run.poll() is None and not (home.folder / "two" / "checkpoint-2").exists():
-        time.sleep(0.1)
-    family = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
-    found = {c.laddr.ip for process in family for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
-    if run.poll() is None:
-        os.killpg(run.pid, signal.SIGKILL)
-    run.communicate()
-    everyone = found & {"::", "0.0.0.0"}
-    return bool(found) and not everyone, f"they listen on {', '.join(sorted(found)) or 'nothing: the run has failed'}"
-
-
-def weights(home):
-    """weights of a checkpoint are int8, or not finite, with hashes that are right"""
-    done = []
-    for kind in ("int8", "nan"):
-        folder = shutil.copytree(home.run, home.folder / kind) / "checkpoint-2"
-        home.call("""
-import json, sys
-from pathlib import Path
-from safetensors.torch import load_file, save_file
-try:
-    from faithful.checkpoint import checkpoints as checkpoint
-except ImportError:  # an earlier version
-    from faithful import checkpoint
-file = Path(sys.argv[1], "rank0.safetensors")
-held = load_file(file)
-name = next(key for key in sorted(held) if key.startswith("0:model/"))
-held[name] = held[name].char() if sys.argv[2] == "int8" else held[name] * float("nan")
-save_file(held, file)
-manifest = Path(sys.argv[1], "manifest.json")
-manifest.write_text(json.dumps({n: checkpoint.entry(file.with_name(n)) for n in json.loads(manifest.read_text())}))
-""", folder, kind)  # fmt: skip
-        code, text = home.train("--output_dir", folder.parent, "--resume_from_checkpoint", folder)
-        named = re.search("of another model|as they were saved", text)
-        said = f"named, exit code {code}" if named else in_words((code, text))[1]
-        done.append((bool(named) and "Traceback" not in text, f"{kind}: {said}"))
-    return all(held for held, _ in done), "; ".join(said for _, said in done)
-
-
-def secret(home):
-    """--token X of a script stands in run.json"""
-    home.call("""
-import sys, torch
-from faithful import Accelerator
-accelerator = Accelerator(project_dir=sys.argv[1])
-model = torch.nn.Linear(4, 4)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-accelerator.backward(model(torch.ones(2, 4)).sum()), optimizer.step()
-accelerator.end_training()
-""", home.folder / "secret", "--token", "swordfish")  # fmt: skip
-    shown = "swordfish" in (home.folder / "secret" / "run.json").read_text()
-    return not shown, "the token is in it" if shown else "there is *** in its place"
-
-
-def options(home):
-    """options and configs that cannot be: a batch of 0, port -1, aliases that unfold to megabytes"""
-    bomb = home.folder / "bomb.yml"
-    levels = "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 8))
-    bomb.write_text(f"distributed_type: 'NO'\nfsdp_config:\n  a0: &a0 [x]\n{levels}num_processes: *a7\n")
-    ends = {
-        "batch 0": home.train("--output_dir", home.folder / "b", "--per_device_train_batch_size", "0"),
-        "port -1, as ./launch.sh checks it": home.call("tools/check.py", "--main_process_port", "-1", "ddp_fp32"),
-        "check of the aliases": home.call("tools/check.py", bomb),
-    }  # fmt: skip
-    held = all(in_words(end)[0] and end[0] == 2 and len(end[1]) < 5000 for end in ends.values())
-    return held, "; ".join(f"{name}: {in_words(end)[1]}, {len(end[1]):,} characters" for name, end in ends.items())
-
-
-def terminal(home):
-    """show writes to a closed pipe, and shows what commands a terminal"""
-    record = json.loads((home.run / "run.json").read_text())
-    (home.run / "run.json").write_text(json.dumps(record | {"device_name": "\x1b]0;mine\x07\x1b[2J"}))
-    _, text = home.call("tools/show.py", home.run)
-    reader, writer = os.pipe()
-    os.close(reader)
-    closed = subprocess.run([sys.executable, "tools/show.py", str(home.run)], cwd=home.checkout, stdout=writer,
-                            stderr=subprocess.PIPE, text=True)  # fmt: skip
-    os.close(writer)
-    escapes, trace = "\x1b" in text or "\x07" in text, "rror" in closed.stderr
-    return not escapes and not trace, (
-        f"{'commands reach' if escapes else 'no command reaches'} the terminal; a closed pipe is "
-        f"{in_words((closed.returncode, closed.stderr))[1] if trace else 'silent'}"
-    )
-
-
-THIRTEEN = (manifest, clock, pipe, state, torn, output, interrupts, image, ports, weights, secret, options, terminal)
-NUMBERS = range(1, len(THIRTEEN) + 1)
-
-
-def trained(checkout, folder):
-    """A run in a new folder, of a checkout."""
+def trained(folder):
+    """A run in a new folder."""
     made = Path(folder, "made")
-    made.mkdir()
-    code, text = Home(checkout, made, Path(folder, "0")).train("--output_dir", made)
-    if code:
-        raise SystemExit(f"{checkout} does not run at all:\n{text[-2000:]}")
+    line = [sys.executable, "recipes/vit.py", *STEPS, "--output_dir", str(made)]
+    done = subprocess.run(line, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"it does not train at all:\n{(done.stdout + done.stderr)[-2000:]}")
     return made
-
-
-def thirteen(checkout, only):
-    """{number: (held off, what happened)} of the faults with these numbers, on a checkout."""
-    found = {}
-    with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
-        made = trained(checkout, folder)
-        for number in only:
-            attack = THIRTEEN[number - 1]
-            found[number] = attack(Home(checkout, made, Path(folder, str(number))))
-            held, seen = found[number]
-            print(f"{number:2} {attack.__doc__}: {'held off' if held else 'HARM'}: {seen}", flush=True)
-    return found
-
-
-# ---- families ----
 
 
 def operations(every):
@@ -360,7 +75,7 @@ def operations(every):
     by_kind = {kind: counted([row for row in found if (row["fault"], row["operation"]) == kind]) for kind in kinds}
     rows = [{"fault": fault, "operation": operation} | row for (fault, operation), row in by_kind.items()]
     return [
-        {"family": "every file operation fails once, or the process is killed there"} | counted(found) | {"rows": rows},
+        {"family": OPERATIONS} | counted(found) | {"rows": rows},
         {"family": "of these, kills while saving"} | counted(kills),
     ]
 
@@ -388,7 +103,7 @@ def at_bounds():
     """The row of files at their bounds: each in the folder of a run, which tools read, and a run that goes on."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
-        made, run = trained(ROOT, folder), Path(folder, "run")
+        made, run = trained(folder), Path(folder, "run")
         uses = readers_of(made)
         for file, what, content, used in large_files(made):
             shutil.copytree(made, run)
@@ -526,12 +241,9 @@ def counted(rows):
 
 
 def family(name, words, only=None, before=()):
-    """The row of one family: its tests are run, and counted. None if there are no such tests. Of those that draw inputs
-    it has each. only: pytest's -k, for some of them; `before` are the rows of the others."""
+    """The row of one family: its tests are run, and counted. Of those that draw inputs it has each. only: pytest's -k,
+    for some of them; `before` are the rows of the others."""
     files = [word.partition("::")[0] for word in words if ".py" in word]
-    if not all((ROOT / file).is_file() for file in files):
-        print(f"{name}: there is no {', '.join(files)}, left out")
-        return None
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *words, "-m", "slow or not slow"]
@@ -550,62 +262,30 @@ def family(name, words, only=None, before=()):
     return row | ({"inputs": drawn, "rows": [*rows.values()]} if drawn or only else {})
 
 
-def again(names, every, scenarios, only, output):
-    """Runs these families, and writes their rows in the place of those in the output file. scenarios: of two machines'
-    saves, those to run, or all. only: see `family`."""
-    here = {key: value for key, value in origin(("accelerate",)).items() if key in ("date", "versions", "device")}
-    old = {row["family"]: row for row in made(output)["families"]} if output else {}
-    kept = {name: row.get("rows", ()) for name, row in old.items()}
-    own = {DISKS: lambda: of_machines(every, scenarios, kept.get(DISKS, ())), BOUNDS: at_bounds}
-    tested = {
-        name: functools.partial(family, name, words, only, kept.get(name, ())) for name, words in FAMILIES.items()
-    }
-    rows = {name: (own | tested)[name]() | here for name in names}
-    if output:
-        before = made(output)
-        families = list(({row["family"]: row for row in before["families"]} | rows).values())
-        figures = before | {"command": command(before["command"]), "families": families}
-        output.write_text(json.dumps(figures, indent=1) + "\n")
-
-
 def main():
     parser = arguments(__doc__)
-    parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--checkout", type=Path, default=ROOT, help="of the code that is attacked; default: this one")
-    parser.add_argument("--before", type=Path, help="checkout of the earlier version")
-    parser.add_argument("--only", type=int, nargs="+", choices=NUMBERS, default=NUMBERS, help="of the thirteen")
-    parser.add_argument(
-        "--families",
-        nargs="+",
-        choices=[*FAMILIES, DISKS, BOUNDS],
-        help="only their rows; the rest is in the output file",
-    )
+    parser.add_argument("--output", type=Path, help="a JSON file; the rows of other families in it stay")
+    every = (OPERATIONS, DISKS, BOUNDS, *FAMILIES)
+    parser.add_argument("--families", nargs="+", choices=every, default=every, help="only these")
     parser.add_argument("--every", type=int, default=1, help="let one of this many file operations fail")
     parser.add_argument("--scenarios", nargs="+", help=f"of {DISKS}, as tests/faulty_io.py names them: only these")
-    parser.add_argument(
-        "--only_tests", metavar="EXPR", help="of families that draw inputs, those that pytest's -k takes"
-    )
+    parser.add_argument("--only_tests", metavar="EXPR", help="of families that draw inputs, what pytest's -k takes")
     args = parser.parse_args()
-    if args.families:
-        return again(args.families, args.every, args.scenarios, args.only_tests, args.output)
-    now = thirteen(args.checkout.resolve(), args.only)
-    if not args.output:
-        return
-    if not args.before:
-        parser.error("--output needs --before, a checkout of the earlier version")
-    before = thirteen(args.before.resolve(), args.only)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=args.before, capture_output=True, text=True)
-    sides = {"before": before, "now": now}
-    rows = [
-        {"number": number, "what": THIRTEEN[number - 1].__doc__}
-        | {side: dict(zip(("held", "seen"), found[number], strict=True)) for side, found in sides.items()}
-        for number in args.only
-    ]
-    with ThreadPoolExecutor(2) as both:  # each waits for processes of its own
-        tested = both.submit(lambda: [family(*row) for row in FAMILIES.items()])
-        families = [*operations(args.every), of_machines(args.every), at_bounds(), *filter(None, tested.result())]
-    figures = {"commit_before": commit.stdout.strip(), "families": families, "the_thirteen": rows}
-    save(args.output, figures, ("accelerate", "hypothesis"))
+    before, here = made(args.output, families=[]), origin(("accelerate", "hypothesis"))
+    about = {key: before.get(key, here[key]) for key in ("date", "device", "versions")}
+    rows = {row["family"]: row for row in before["families"]}
+    for name in args.families:
+        kept = rows.get(name, {}).get("rows", ())
+        if name == OPERATIONS:
+            new = operations(args.every)
+        elif name == DISKS:
+            new = [of_machines(args.every, args.scenarios, kept)]
+        else:
+            new = [at_bounds() if name == BOUNDS else family(name, FAMILIES[name], args.only_tests, kept)]
+        rows |= {row["family"]: row | {key: here[key] for key in about} for row in new}
+        if args.output:
+            figures = {"command": command(before.get("command")), "families": [*rows.values()]}
+            save(args.output, about | figures)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,13 @@ CANNOT = {
     r"glue:mrpc|trl\.scripts": "needs the Hugging Face Hub",
     r"10\.0\.0\.1.* vit": "needs two machines",
     r"^accelerate launch -m faithful": "needs the file that `accelerate config` has saved",
-    r"study\.py run": "takes hours",
 }
 # What is run in place of a part of a command: (pattern, text).
 SHORTER = [
-    (r"^(\./launch\.sh compare) (.*) -- (vit|gpt).*", r"\1 --no-estimate --no-twin --seeds 1 \2 -- \3 --max_steps 10"),
+    (r"^(\./launch\.sh compare) (.*) -- (vit|gpt).*", r"\1 --no-twin --seeds 1 \2 -- \3 --max_steps 10"),
     (r" --seeds auto", " --max-seeds 1 --seeds auto"),
     (r"--seeds 1 (.*--seeds auto)", r"\1"),
-    (r"compare (.*) -- train.py", r"compare --no-estimate --seeds 1 --no-twin \1 -- train.py"),
+    (r"compare (.*) -- train.py", r"compare --seeds 1 --no-twin \1 -- train.py"),
     (r"diagnose (\S+) -- (vit|gpt).*", r"diagnose \1 --look 5 --pairs 2 --after 2 -- \2"),
     (r"--max_steps (800|100)\b", "--max_steps 20"),
     (r"(single_bf16 (diffusion|sft)|tp_bf16 gpt|--layer_decay 0.75)(?!.*--max_steps)(.*)", r"\1\3 --max_steps 10"),
@@ -46,7 +45,7 @@ SHORTER = [
     (r"^(accelerate launch.*msamp_o2.yml recipes/vit.py)", r"PYTHONPATH=site \1 --max_steps 10"),
     (r"^(ACCELERATE_USE_CPU=true accelerate .*)", r"\1 --max_steps 10"),
     (r"copy vit ddp_bf16 ../mine --plain", "copy vit ddp_bf16 ../plain --plain"),
-    (r"runs/a runs/b", "--no-estimate $(ls -d runs/compare-vit-*/single_*-seed0 | head -2)"),
+    (r"runs/a runs/b", "$(ls -d runs/compare-vit-*/single_*-seed0 | head -2)"),
     (r"my_fsdp.yaml", "fsdp1.yaml"),
     (r"RUN_FOLDER", "runs/mine"),
 ]

@@ -12,7 +12,7 @@ A case is MODEL-WAY or MODEL-WAY-compile, WAY one of bf16, ao (torchao, tensorwi
 Figures of a case: `ms`, the median of 8 steps after 3, by CUDA events; `host_ms`, in which the host launches a step;
 `optimizer_ms`, clipping and update alone, with the device synchronised; `kernels` and `kernel_ms` of a step by torch's
 profiler; `first_s`, the first step, which compiles; `graphs` and `breaks` of torch.compile; `peak_GiB`; `loss` of the
-first three steps, on the same batch. `kernels`: GB/s of amp8's own kernels, beside torch's.
+first three steps, on the same batch.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from harness import arguments, save
 from torch import nn
 
 import amp8
-from amp8 import kernels, scaling
 from tools import cli
 
 WAYS = ("bf16", "ao", "O1", "O2", "O3")
@@ -175,41 +174,6 @@ def profiled(function, device):
     return {"kernels": len(ran), "kernel_ms": sum(event.device_time_total for event in ran) / 1000}
 
 
-def of_kernels(device):
-    """{what: [ms, GB/s]} of one layer's tensors: x [8192, 14336], w and its gradient [14336, 4096], Adam of six w."""
-    if not kernels.fits(torch.device(device)):
-        return {}
-    x, w = torch.randn(8192, 14336, device=device), torch.randn(14336, 4096, device=device).half()
-    history, scale = torch.zeros(16, 2, device=device), torch.ones(2, device=device)
-    calls = {}
-    for words, updates in (("in time", 0), ("delayed", 20)):
-        done = torch.full((2,), updates, dtype=torch.int32, device=device)
-        calls[f"cast, {words}"] = (_cast, (x.bfloat16(), scale, done, history), 4 * x.numel())
-    calls["weight transposed"] = (kernels.cast_weight, (w, scale[0], True), 3 * w.numel())
-    calls["gradient rounded"] = (kernels.quantize_gradient, (w.bfloat16(),), 5 * w.numel())
-    flats = []
-    for _ in range(6):
-        n = w.numel()
-        codes = [torch.randn(n, device=device).to(scaling.E4M3) for _ in range(2)]
-        flats.append((torch.randn(n, device=device).half(), *codes, torch.rand(n, device=device).half(), None))
-    numbers = torch.rand(6, 16, device=device) * 0.1 + 0.01
-    calls["Adam"] = (kernels.adam, (flats, numbers, [1] * 6, [0] * 6, True, True), 6 * 11 * w.numel())
-    copy = torch.empty(2**31, dtype=torch.uint8, device=device)
-    calls["torch's copy"] = (copy.copy_, (torch.empty_like(copy),), 2 * 2**31)
-    codes = x.to(scaling.E4M3)
-    calls["torch's transposed copy of FP8"] = (lambda: codes.t().contiguous(), (), 2 * x.numel())
-    return {name: rate(function, args, size, device) for name, (function, args, size) in calls.items()}
-
-
-def _cast(x, scale, updates, history):
-    return kernels.cast_delayed(x, scaling.E4M3, scale, updates, history, 0, 16, True, True)
-
-
-def rate(function, args, size, device):
-    took = milliseconds(lambda: function(*args), device, 20, 5)
-    return [took, size / took / 1e6]
-
-
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--output", type=Path, help="a JSON file")
@@ -229,8 +193,7 @@ def main():
             torch.cuda.empty_cache()
         print(name, found[name], flush=True)
     if args.output:
-        figures = {"cases": found, "kernels": of_kernels(device)}
-        save(args.output, figures, ["transformers", "timm", "torchao"])
+        save(args.output, {"cases": found}, ["transformers", "timm", "torchao"])
 
 
 if __name__ == "__main__":

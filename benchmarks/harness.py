@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # scripts import faithful, shared, amp8 and tools after this module
@@ -116,6 +118,16 @@ def furthest(losses, expected):
     if not expected or len(losses) != len(expected):
         return f"{len(losses)} losses, not {len(expected)}"
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def marked(name, value):
+    """The processes that have an environment variable with this value: those of a launch, wherever they went."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def came_from(figures):

@@ -30,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-from harness import ROOT, arguments, save
+from harness import ROOT, arguments, marked, save
 
 OUTLIVE, NO_STEP = 30, 200  # seconds
 VICTIMS = ("launcher", "worker", "everything")
@@ -44,12 +44,13 @@ class Launch:
     """One launch of a run. Its processes are found by an environment variable."""
 
     def __init__(self, config, words, out, number):
-        self.out, self.log, self.mark = out, out.with_name(f"{out.name}-{number}.log"), f"KILLS_LAUNCH={out}-{number}"
+        self.out, self.log = out, out.with_name(f"{out.name}-{number}.log")
+        self.mark = "KILLS_LAUNCH", f"{out}-{number}"
         self.began, self.killed_at, self.resumable = time.time(), None, newest(out)
         recipe, *options = words
         line = ["./launch.sh", config, recipe, *options, "--output_dir", str(out), "--logging_steps", "1"]
         line += ["--resume_from_checkpoint", "latest"]
-        env = os.environ | dict([self.mark.split("=")]) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        env = os.environ | dict([self.mark]) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with self.log.open("w") as log:
             self.launcher = subprocess.Popen(line, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -68,14 +69,7 @@ class Launch:
 
     def processes(self):
         """The ids of all processes of this launch, including the launcher."""
-        pids = []
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if self.mark.encode() in file.read_bytes().split(b"\0"):
-                    pids.append(int(file.parent.name))
-            except OSError:  # it has just ended
-                pass
-        return pids
+        return [process.pid for process in marked(*self.mark)]
 
     def workers(self):
         try:

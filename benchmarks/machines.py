@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 import psutil
-from harness import ROOT, arguments, command, made, origin, save
+from harness import ROOT, arguments, command, made, marked, origin, save
 
 LIMIT, STEPS = 120, 80
 ADDRESS = "10.79.0.1"
@@ -222,16 +222,7 @@ def until_step(run, step):
 def left_behind(folder):
     """Processes of this case that are there after 30 seconds. They are ended then."""
     end = time.monotonic() + 30
-    while True:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("MARK") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                pass
-        if not found or time.monotonic() > end:
-            break
+    while (found := marked("MARK", str(folder))) and time.monotonic() < end:
         time.sleep(0.5)
     for process in found:
         process.kill()

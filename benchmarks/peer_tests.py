@@ -39,7 +39,7 @@ from pathlib import Path
 
 import clients
 import psutil
-from harness import ROOT, arguments, command, save
+from harness import ROOT, arguments, command, marked, save
 
 SCRIPTS = {  # script -> numbers of processes
     "test_script": (1, 2),
@@ -199,10 +199,9 @@ def run(command, ours, cwd, env=None, timeout=1200):
 
 def end_all(report):
     """Ends the processes that write to `report`: some are in sessions of their own, some have lost their parent."""
-    for process in psutil.process_iter():
+    for process in marked("PEER_REPORT", str(report)):
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("PEER_REPORT") == str(report):
-                process.kill()
+            process.kill()
 
 
 def tests_of(file, ours, cwd):

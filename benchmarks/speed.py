@@ -1,33 +1,20 @@
 """What FP8 costs a GPU beside its products, as far as it can be known without one.
 
-    python benchmarks/speed.py --output results/speed.json [--only layers compiled launches ...]
+    python benchmarks/speed.py --output results/speed.json [--only layers]
 
-layers        a Linear layer's forward and backward pass, and an update of AdamW, on the pretended GPU of
-              tests/pretend.py: launches of torch's operators, compiled functions (MS-AMP's kernels count as such, each
-              once), bytes read and written for each element of x, y and w, and bytes of copies by torch that transpose
-compiled      kernels of an MS-AMP layer's two passes in the code that torch's compiler generates for an H100; those of
-              the whole layer alone, which are fewer in a block, where casts are part of the kernels before them.
-              And of an update of any number of layers, beside the one of Adam
-launches      kernels, copies and fills of a whole step under O2, of fp8_speed.py's Llama and ViT with compiled blocks:
-              in the code of the blocks and of amp8's compiled functions, amp8's own kernels, and torch's operators, one
-              each. What libraries launch inside of one operator is not seen (an H200: a fill for each FP8 product, and
-              one for each sum of the compiler's code). `garbled`: of the code that this test of triton#11111 finds
-machine_code  MS-AMP's Triton kernels, compiled for compute capability 9.0 and 10.0: instructions for each element,
-              registers, bytes that did not fit into registers (`spilled`)
-graphs        Llama, ViT and BERT, small, with compiled blocks on this CPU: graphs of torch.compile and breaks in them,
-              and seconds of the first step, in which it compiles
-steps         a step of Llama-8B (8,192 tokens for each GPU) and ViT-Huge (64 images) on H100s as
-              `./launch.sh estimate --time` estimates it, over bf16's and over compiled bf16's
+layers    a Linear layer's forward and backward pass, and an update of AdamW, on the pretended GPU of
+          tests/pretend.py: launches of torch's operators, compiled functions (MS-AMP's kernels count as such, each
+          once), bytes read and written for each element of x, y and w, and bytes of copies by torch that transpose
+compiled  kernels of an MS-AMP layer's two passes in the code that torch's compiler generates for an H100; those of
+          the whole layer alone, which are fewer in a block, where casts are part of the kernels before them.
+          And of an update of any number of layers, beside the one of Adam
 """
 
 import contextlib
-import functools
-import itertools
 import json
 import re
 import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 from unittest import mock
@@ -157,7 +144,7 @@ def generated(level, rows=8192, width=4096, after=lambda x: x):
     with mode, compiling():
         passes = {"fw_compiler": compiler("forward"), "bw_compiler": compiler("backward")}
         function = aot_function(layer, **passes, partition_fn=min_cut_rematerialization_partition,
-                                decompositions=select_decomp_table(), keep_inference_input_mutations=True)  # fmt: skip
+                            decompositions=select_decomp_table(), keep_inference_input_mutations=True)  # fmt: skip
         y = function(x, port, bias, codes, scale, *delayed)
         y.backward(torch.empty_like(y))
     return found
@@ -258,228 +245,7 @@ def garbled(code):
     return [re.match(r"'(\w+)'", text)[1] for text in wrong]
 
 
-# ----------------------------------------------------------------------------------------------------------- launches
-
-
-def launches():
-    """{model: {where launches come from: their number}}. As in `compiled`, nothing runs."""
-    without_a_driver()
-    import torch
-
-    import amp8
-    from amp8 import kernels
-
-    nothing = {"get_rng_state": lambda *_: torch.empty(0), "set_rng_state": lambda *_: None,
-               "is_current_stream_capturing": lambda: False, "_exchange_device": lambda *_: 0,
-               "_maybe_exchange_device": lambda *_: 0}  # fmt: skip
-    cuda = mock.patch.multiple(torch.cuda, **seen(), **nothing)
-    with cuda, mock.patch.object(torch.accelerator, "is_available", lambda: False):
-        return {model: of_step(model, torch, amp8, kernels) for model in ("llama", "vit")}
-
-
-COUNTED, COUNTING = {}, [False]  # of a step, also by functions that are compiled once for both models
-
-
-def of_step(model, torch, amp8, kernels):
-    import fp8_speed
-    import pretend
-    from torch._inductor import compile_fx, config
-    from torch._inductor.fx_passes import joint_graph
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    for_an_h100()
-    found, counting = COUNTED, COUNTING
-    found.update(dict.fromkeys(("compiled", "own", "torch", "products"), 0))
-    real = {"dispatch": FakeTensorMode.dispatch, "tensor": torch.tensor, "item": torch.Tensor.item}
-
-    def dispatch(mode, func, types, args=(), kwargs=None):
-        out = real["dispatch"](mode, func, types, args, kwargs or {})
-        if counting[0] and isinstance(func, torch._ops.OpOverload) and not func.is_view:
-            name = func._schema.name.split("::")[1]
-            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
-            if name not in pretend.FREE | {"device"} and any(t.is_cuda for t in tensors):
-                found["torch"] += pretend.launches(name, args)
-        return out
-
-    def inner(graph, inputs, **_):
-        copy = torch.fx.GraphModule(graph, torch.fx.Graph())
-        copy.graph.output(copy.graph.graph_copy(graph.graph, {}))
-        for node, other in zip(graph.graph.nodes, copy.graph.nodes, strict=True):
-            other.meta = dict(node.meta)
-        compile_fx.record_original_output_strides(copy)
-        names = kernels_of(copy, inputs, torch._guards.detect_fake_mode(inputs))
-
-        def run(args):
-            found["compiled"] += len(names) * counting[0]
-            found["products"] += names.count("_scaled_mm") * counting[0]
-            before, counting[0] = counting[0], False
-            try:
-                return graph.forward(*args)
-            finally:
-                counting[0] = before
-
-        run._boxed_call = True
-        return run
-
-    def backend(graph, inputs):
-        return compile_fx.compile_fx(graph, inputs, inner_compile=inner)
-
-    def launch(name, grid, *args, **constants):
-        found["own"] += counting[0]
-
-    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
-
-    def item(tensor):  # of numbers on the host: a step's, and a rate of dropped paths
-        torchs = "site-packages/torch/" in sys._getframe(1).f_code.co_filename
-        return real["item"](tensor) if torchs else float(counting[0])
-
-    def on_the_host(data, *rest, device=None, **more):
-        host = device is None or torch.device(device).type != "cuda"
-        return real["tensor"](data, *rest, device=device if host and device else "cpu", **more)
-
-    def places(sizes, starts, which, device):
-        return torch.empty(8, 2, dtype=torch.int32, device=device)
-
-    compiler = functools.partial(torch.compile, backend=backend)
-    mode, head = FakeTensorMode(allow_non_fake_inputs=True), ("lm_head", "head")
-    with contextlib.ExitStack() as patches:
-        for module, name, value in (
-            (FakeTensorMode, "dispatch", dispatch), (torch, "tensor", on_the_host), (torch, "compile", compiler),
-            (torch.Tensor, "item", item), (torch.Tensor, "data_ptr", lambda _: 0),
-            (torch.Tensor, "pin_memory", lambda tensor: tensor),
-            (torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn),
-            (torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.contiguous_format),
-            (torch.nn.functional, "scaled_dot_product_attention", attention),
-            (kernels, "launch", launch), (kernels, "chunks", places), (joint_graph, "lazy_init", lambda *_: None),
-            (joint_graph, "constant_fold_uniform_value", lambda _: None),
-            (config, "joint_graph_constant_folding", False),
-        ):  # fmt: skip
-            patches.enter_context(mock.patch.object(module, name, value))
-        patches.enter_context(mode)
-        with torch.device("cuda"):
-            net, blocks, loss_of = fp8_speed.MODELS[model](False)
-        skip = [name for name, _ in net.named_modules() if name in head]
-        net, optimizer = amp8.initialize(net, torch.optim.AdamW(net.parameters(), 1e-4, fused=True), "O2", skip=skip)
-        for block in blocks:
-            block.compile(fullgraph=True)
-        for counting[0] in (False, True):  # the first step makes the optimizer's state
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = loss_of(net)
-            loss.backward()
-            amp8.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        counting[0] = False
-    return {"all": found["compiled"] + found["own"] + found["torch"], **found, "garbled": len(GARBLED)}
-
-
-# ------------------------------------------------------------------------------------------------------- machine code
-
-
-def machine_code():
-    """{kernel: {capability: figures}}, compiled by the ptxas that Triton brings."""
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from amp8 import kernels, scaling, triton_kernels
-
-    e4m3, carry = "*fp8e4nv", dict(zip(("CARRY", "EXPONENT"), scaling.carry_and_exponent(scaling.E4M3), strict=True))
-    cast = {"TOP": 448.0, "SMALLEST": 2.0**-6, "EPS": 0.125, **carry, "RECORDING": True, "TRANSPOSED": True,
-            "ADDRESS": False, "TILE": kernels.TILE, "PROGRAMS": kernels.PROGRAMS}  # fmt: skip
-    adam = {"W": tl.float16, "G": tl.float8e4nv, "M": tl.float8e4nv, "V": tl.float16, "COPY": False, "NOISY": True,
-            "DECOUPLED": True, "ALIGNED": True, "CHUNK": kernels.CHUNK, "found_inf": None}  # fmt: skip
-    fp32 = ("found", "own", "scale", "scale_at", "reciprocal", "scales", "history", "numbers", "bias")
-    state = dict.fromkeys(fp32, "*fp32") | {"updates": "*i32", "table": "*i64", "places": "*i32", "cast_bias": "*bf16"}
-    block = {"BLOCK": kernels.BLOCK}
-    gradient = block | carry | {"OF_ZEROS": 2.0**60, "PROGRAMS": kernels.PROGRAMS}
-    wanted = {  # name: (function, dtypes of its tensors, constants, warps, elements of a program)
-        "cast": ("cast", {"x": "*bf16", "codes": e4m3, "turned": e4m3}, cast, 4, 64 * 64),
-        "amax": ("amax", {"x": "*bf16"}, block, 8, kernels.BLOCK),
-        "gradient": ("gradient", {"x": "*bf16", "codes": e4m3}, gradient, 8, kernels.BLOCK),
-        "weight": ("scaled", {"x": "*fp16", "codes": e4m3}, block | {"FACTOR": 2.0**-8}, 8, kernels.BLOCK),
-        "weight transposed": ("turn", {"x": "*fp16", "turned": e4m3}, {"FACTOR": 2.0**-8, "TILE": 64}, 4, 64 * 64),
-        "Adam of O2": ("adam", {"found": "*i32"}, adam, 4, kernels.CHUNK),
-        "Adam of O3": ("adam", {"found": "*i32"}, adam | {"COPY": True}, 4, kernels.CHUNK),
-        "Adam of O1": ("adam", {"found": "*i32"}, adam | {"M": tl.float32, "V": tl.float32}, 4, kernels.CHUNK),
-    }  # fmt: skip
-    found = {}
-    for name, (function, dtypes, constants, warps, elements) in wanted.items():
-        function = getattr(triton_kernels, function)
-        names = function.arg_names
-        signature = dict.fromkeys(names, "i32") | {key: kind for key, kind in state.items() if key in names}
-        signature |= dtypes | dict.fromkeys(constants, "constexpr")
-        aligned = [i for i, key in enumerate(names) if "*" in signature[key] or key in ("rows", "columns", "n")]
-        source = ASTSource(function, signature, {(names.index(key),): value for key, value in constants.items()},
-                           {(i,): [["tt.divisibility", 16]] for i in aligned})  # fmt: skip
-        for capability in (90, 100):
-            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-            assert not re.search(r"(min|max)\.NaN", made.asm["ptx"]), name  # triton#11111
-            found.setdefault(name, {})[str(capability)] = of_code(made.asm["cubin"], elements / (32 * warps))
-    return found
-
-
-def of_code(cubin, elements):
-    """elements: of one thread."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        used = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True)
-        text = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]+)", text)
-    registers, spilled = (int(re.search(rf"{key}:(\d+)", used.stdout + used.stderr)[1]) for key in ("REG", "STACK"))
-    return {"instructions": round(len(code) / elements, 1), "registers": registers, "spilled": spilled}
-
-
-# ------------------------------------------------------------------------------------------------------ graphs, steps
-
-
-def graphs():
-    from fp8_speed import MODELS, case
-
-    names = [f"{model}-{way}-compile" for model, way in itertools.product(MODELS, WAYS[1:])]
-    found = {name: case(name, "cpu") for name in names}
-    return {name: {key: figures[key] for key in ("graphs", "breaks", "first_s")} for name, figures in found.items()}
-
-
-CONFIGS = ("fp8", "fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3", "fp8_te")
-
-
-def steps():
-    """{model: {GPUs: {config: its ratio to bf16 and to compiled bf16}}}. `compile` as in the other configs' names."""
-    from step_time import H100, time_of, traced, vit_huge
-
-    models = {"Llama-3.1-8B": traced("Llama-3.1-8B", 4, 2048), "ViT-Huge": vit_huge()}
-    found = {}
-    for (name, figures), processes in itertools.product(models.items(), (1, 8)):
-        strategy = "single" if processes == 1 else "fsdp" if "Llama" in name else "ddp"
-        bf16, compiled = (time_of(f"{strategy}_bf16", figures, H100, c, processes) for c in (False, True))
-        rows = {f"{strategy}_bf16": bf16, f"{strategy}_bf16 compiled": compiled}
-        for config, c in itertools.product(CONFIGS, (False, True)):
-            file = f"{strategy}_{config}"
-            te_compiles_itself = config == "fp8_te" and not c
-            if (ROOT / "accelerate_configs" / f"{file}.yml").exists() and (config != "fp8_te" or te_compiles_itself):
-                rows[file + c * " compiled"] = time_of(file, figures, H100, c, processes)
-        found.setdefault(name, {})[str(processes)] = {
-            key: {"ms": 1000 * took, "over_bf16": took / bf16, "over_compiled_bf16": took / compiled}
-            for key, took in rows.items()
-        }
-    return found
-
-
-PARTS = {
-    "layers": layers,
-    "compiled": compiled,
-    "launches": launches,
-    "machine_code": machine_code,
-    "graphs": graphs,
-    "steps": steps,
-}
+PARTS = {"layers": layers, "compiled": compiled}
 
 
 def part(name):

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 import yaml
-from harness import ROOT, arguments, command, made, save
+from harness import ROOT, arguments, command, made, marked, save
 
 STATES, ENDS = ("sleep", "alone", "stopped"), ("SIGTERM", "Ctrl-C", "twice", "killed")
 LONGEST = 60  # seconds
@@ -73,18 +73,6 @@ loss = lambda model: model(input_ids=ids, labels=ids).loss
 """
 
 
-def processes(mark):
-    """The processes of a run, known by an environment variable."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("STUCK_RUN") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # it has just ended
-            pass
-    return found
-
-
 def workers(launcher, script):
     return [each for each in psutil.Process(launcher.pid).children(recursive=True) if str(script) in each.cmdline()]
 
@@ -114,7 +102,7 @@ def stuck(config, state, end, folder):
     if end == "twice":
         time.sleep(2)
         os.killpg(launcher.pid, signal.SIGINT)
-    while (left := processes(mark)) and time.monotonic() < began + LONGEST:
+    while (left := marked("STUCK_RUN", mark)) and time.monotonic() < began + LONGEST:
         time.sleep(0.2)
         launcher.poll()
     seconds = round(time.monotonic() - began, 1)

@@ -3,17 +3,16 @@
     python benchmarks/tables.py            write them
     python benchmarks/tables.py --check    exit code 1 where a page says something else
 
-A table stands between `<!-- from results/...: python benchmarks/tables.py -->` and `<!-- end -->`.
+A table stands between `<!-- from results/...: python benchmarks/tables.py -->` and `<!-- end -->`. What was
+measured once, on a card that was lent or by a script that is gone, has a table as a file: results/....md.
 """
 
 import json
 import re
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
 
-import study
 from harness import ROOT, came_from
 
 from tools import drawings, page, paired, report
@@ -75,25 +74,6 @@ def ratios(found):
     return f"{found['wall']['median']:.2f} ({low:.2f} to {high:.2f}), CPU {cpu:.2f}, fastest {fastest:.2f}"
 
 
-def estimates(figures):
-    heads = ["config", "model, data, batch", "states: estimated, counted", "off", "in all: estimated, peak", "off",
-             "peak as glibc leaves it"]  # fmt: skip
-    keys = ("states_estimated", "states_measured", "total_estimated", "peak_measured", "peak_by_default")
-    rows = []
-    for row in figures["rows"]:
-        what = f"{row['model']}, {row['dataset']}, {row['per_device_train_batch_size']}"
-        states, counted, total, peak, by_default = (f"{row[key] / 2**20:,.0f}" for key in keys)
-        later = "*" if "device" in row else ""
-        rows.append([f"`{row['config']}`{later}", what, f"{states}, {counted}", f"{row['states_off']:+.1%}",
-                     f"{total}, {peak}", f"{row['total_off']:+.1%}", by_default])  # fmt: skip
-    within = sum(row["within"] for row in figures["rows"])
-    text = f"{came_from(figures)}; MiB per process, {within} of {len(rows)} within 10% for states and 25% in all"
-    later = [row for row in figures["rows"] if "device" in row]  # measured by --configs
-    command = " ".join([figures["command"], "--configs", *dict.fromkeys(row["config"] for row in later)])
-    text += f". *: {came_from(later[0] | {'command': command})}" if later else ""
-    return f"{text}:\n\n{report.table(heads, rows)}"
-
-
 def step_times(figures):
     """Published ratios of step times beside estimated ones."""
     rows = []
@@ -110,52 +90,6 @@ def step_times(figures):
     )
     text += f"trainings take {min(times):.2f} to {max(times):.2f} of the published time."
     return f"{text}\n\n{report.table(['published training', 'over', 'published', 'estimated', 'miss'], rows)}"
-
-
-def speed(figures):
-    """The measured cases, and amp8's kernels."""
-    cases, rows = figures["cases"], []
-    for name, row in cases.items():
-        model, way, *rest = name.split("-")
-        if row.get("shared"):
-            continue
-        base, fast = cases[f"{model}-bf16"]["ms"], cases[f"{model}-bf16-compile"]["ms"]
-        ways = {"bf16": "bf16", "ao": "torchao, tensorwise"}
-        words = ways.get(way, f"MS-AMP's {way}") + (", compiled" if rest else "")
-        rows.append([model, words, f"{row['ms']:.0f}", f"{row['ms'] / base:.2f}", f"{row['ms'] / fast:.2f}",
-                     f"{row['kernel_ms']:.0f}", f"{row['host_ms']:.0f}", f"{row['peak_GiB']:.1f}"])  # fmt: skip
-    heads = ["model", "how", "step, ms", "over bf16", "over compiled bf16", "kernels, ms", "host, ms", "peak, GiB"]
-    table = report.table(heads, rows)
-    layers = [
-        [shape, *(f"{row[key]:,}" for key in ("bf16", "O2 before", "O2"))] for shape, row in figures["linears"].items()
-    ]
-    heads = ["M x K x N", "bf16, µs", "O2 at 5b175df, µs", "O2, µs"]
-    kernels = "; ".join(f"{name} {rate:,.0f}" for name, (_, rate) in figures["kernels"].items())
-    return (
-        f"{came_from(figures)}:\n\n{table}\n\nThe kernels of one Linear layer, forward and backward:\n\n"
-        f"{report.table(heads, layers)}\n\nGB/s: {kernels}."
-    )
-
-
-WAYS = {"bf16": "bf16", "ao": "torchao, tensorwise", "te": "TransformerEngine, delayed"}
-HOW = {"compile": ", compiled", "ro": ", compiled with reduce-overhead", "graph": ", the step in one CUDA graph"}
-
-
-def ms(name, row, base):
-    """A row of speed_h200."""
-    model, way, *how = name.removesuffix(" (second run)").split("-")
-    words = WAYS.get(way, f"MS-AMP's {way}") + (HOW[how[0]] if how else "") + (" (again)" if name.endswith(")") else "")
-    cells = (f"{row['ms']:.1f}", f"{row['ms'] / base:.2f}", f"{row['kernel_ms']:.1f}", f"{row['host_ms']:.1f}")
-    return [model, words, *cells, f"{row['kernels']:,}", f"{row['peak_GiB']:.1f}"]
-
-
-def speed_h200(figures):
-    cases = figures["cases"]
-    rows = [ms(name, row, cases[f"{name.partition('-')[0]}-bf16-compile"]["ms"]) for name, row in sorted(cases.items())]
-    heads = ["model", "how", "step, ms", "over compiled bf16", "kernels, ms", "host, ms", "kernels", "peak, GiB"]
-    versions = ", ".join(f"{name} {figures['versions'][name]}" for name in ("torch", "triton", "transformer_engine"))
-    about = f"{figures['device']}; {versions}; commit {figures['commit']}; {figures['date']}"
-    return f"{about}; {figures['how']}:\n\n{report.table(heads, rows)}"
 
 
 def card(figures):
@@ -185,30 +119,6 @@ def versions(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-def clients(figures):
-    """One line per script, one column per config."""
-    rows, configs = {}, list(dict.fromkeys(row["config"] for row in figures["rows"]))
-    for row in figures["rows"]:
-        cell = row["outcome"]
-        if cell == "ran":
-            cell = f"{row['processes']}{' sharded' * row['sharded']}, {row['linear_converted']}/{row['linear_total']}, "
-            cell += f"{row['bytes_per_parameter']:.1f}"
-        rows.setdefault(row["client"], {})[row["config"]] = cell
-    table = [[f"`{client}`", *(cells.get(config, "-") for config in configs)] for client, cells in rows.items()]
-    refused = [f"- `{row['client']}`, `{row['config']}`: {row['why']}" for row in figures["rows"] if "why" in row]
-    text = f"{came_from(figures)}. A cell: processes, Linear layers in FP8, bytes per parameter:\n\n"
-    text += report.table(["script", *(f"`{config}`" for config in configs)], table)
-    return text + ("\n\n" + "\n".join(refused) if refused else "")
-
-
-def peers(figures):
-    """How many of Accelerate's tests pass, and why others do not."""
-    heads = ["what", "pass, of those that pass with Accelerate's class"]
-    rows = [["tests", figures["passed"]["tests"]], ["checks of its test scripts", figures["passed"]["checks"]]]
-    text = f"{came_from(figures)}:\n\n{report.table(heads, rows)}\n\nThe others:\n\n"
-    return text + "\n".join(f"- `{row['test']}`: {row['reason'] or row['why']}" for row in figures["differences"])
-
-
 def wrapper(figures):
     rows = []
     for row in figures["rows"]:
@@ -223,31 +133,6 @@ def memory(figures):
             for row in figures["rows"]]  # fmt: skip
     heads = ["level", "peak, GB", "of bf16 AMP with fp32 masters", "B/param"]
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
-def comm(figures):
-    names = {"amp8": "amp8", "msamp": "MS-AMP's FP8 sum, 1/sqrt(N)", "floor": "rounding once", "bf16": "bf16 sum"}
-    errors, wire = figures["simulated_8"], figures["wire_4"]
-    rows = [[name, *(f"{errors[key][at]:.1%}" for at in ("0.0", "0.9", "1.0"))] for key, name in names.items()]
-    rest = (f"On 4 gloo processes {figures['processes_4']['0.9']:.1%} at 0.9. Bytes sent per step: "
-            f"{wire['of_bf16_hook']:.2f}x of a bf16 hook, {wire['of_fp32_ddp']:.2f}x of fp32 DDP.")  # fmt: skip
-    return f"{came_from(figures)}:\n\n{report.table(['scheme', '0', '0.9', '1'], rows)}\n\n{rest}"
-
-
-def fsdp(figures):
-    errors = [
-        [name, *(f"{row[at]:.1%}" for at in ("0.0", "0.5", "0.9", "1.0"))] for name, row in figures["error"].items()
-    ]
-    rows = [
-        [ranks, f"FSDP2 {way}" if way in ("fp32", "bf16") else f"amp8 {way}", f"{row['bytes']:.2f}",
-         f"{row['wire'] / 1e6:.2f}", f"{row['wire_of_fp32']:.2f}x",
-         f"{row['converted_of_fp32']:.2f}x" if row["converted"] else ""]
-        for ranks, ways in figures["ways"].items() for way, row in ways.items()
-    ]  # fmt: skip
-    heads = ["ranks", "way", "B per Linear parameter", "sent per step, MB", "of fp32", "converted layers"]
-    text = "Relative error of the mean gradient, by correlation between ranks:"
-    return (f"{came_from(figures)}, per rank:\n\n{report.table(heads, rows)}\n\n{text}\n\n"
-            + report.table(["ranks", "0", "0.5", "0.9", "1"], errors))  # fmt: skip
 
 
 KILLS = ("orphans", "failed_starts", "lost", "unequal")
@@ -342,46 +227,6 @@ def gallery(figures):
     return "\n\n".join([f"{came_from(figures)}:", table, *seen])
 
 
-def four_bits(figures):
-    """What each way does to the loss, and a recipe of FP4 without a part beside the recipe with all of them."""
-    found = {(row["task"], row["way"], row["against"]): row for row in figures["results"]}
-    rows, sure = [], []
-    for task in figures["tasks"]:
-        for way, words in figures["ways"].items():
-            against = found.get((task, way, "bf16"))
-            if not against:
-                continue
-            whole = found.get((task, way, "nvfp4")) or found.get((task, way, "msamp_fp4"))
-            rows.append([f"`{task}`", words, str(len(against["seeds"])), f"{against['mean']:.3f}",
-                         report.difference(against), against["verdict"], report.difference(whole) if whole else "-",
-                         whole["verdict"] if whole else "-"])  # fmt: skip
-            if whole and way not in ("planted", "other_slopes") and whole["kind"] in ("higher", "lower"):
-                sure.append(f"{words}: {whole['verdict']} on `{task}`")
-    heads = ["task", "way", "seeds", "held-out loss", "against bf16, 95% interval", "verdict", "against all parts",
-             "verdict"]  # fmt: skip
-    ran = {row["task"] for row in figures["rows"]}
-    sizes = {
-        name: f"`{name}`, {task['steps']} steps of {figures['tokens']} tokens"
-        for name, task in figures["tasks"].items()
-    }
-    tasks = [size for name, size in sizes.items() if name in ran]
-    left = [f"`{name}` (`python benchmarks/four_bits.py --tasks {name}`)" for name in sizes if name not in ran]
-    text = f"{came_from(figures)}; {' and '.join(tasks)}; equal: within {paired.percent(figures['margin'])}. "
-    text += f"By the intervals, against all parts: {'; '.join(sure)}." if sure else (
-        "By the intervals, no part makes a difference that these seeds can show.")  # fmt: skip
-    took = {(row["task"], row["seed"], row["way"]): row["step_seconds"] for row in figures["rows"]}
-    ratios = {
-        way: statistics.median(took[run] / took[*run[:2], base] for run in took if run[2] == way)
-        for way, base in (("mxfp8", "bf16"), ("nvfp4", "bf16"), ("msamp_fp4", "msamp_o2"))
-    }
-    text += (
-        " In this emulation a step of MXFP8 takes {mxfp8:.1f} times as long as one of bf16, of NVFP4 {nvfp4:.1f}, of "
-        "MS-AMP's FP4 {msamp_fp4:.1f} times as long as one of its O2: medians of pairs."
-    ).format_map(ratios)
-    table = report.table(heads, rows)
-    return f"{text}\n\n{table}" + (f"\n\nNot run: {', '.join(left)}." if left else "")
-
-
 TECHNIQUES = (  # what it was called, and the config that it is here
     ("fp32, apex O0", "single_fp32"),
     ("AMP in fp16, apex O1", "single_fp16"),
@@ -430,29 +275,17 @@ TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
     "results/install.json": installs,
-    "results/estimate.json": estimates,
     "results/strategies.json": strategies,
-    "results/four_bits.json": four_bits,
-    "results/kills.json": kills,
     "results/kills_saving.json": kills,
-    "results/kills_async.json": kills,
     "results/stuck.json": stuck,
     "results/amp8_memory.json": memory,
-    "results/amp8_comm.json": comm,
-    "results/amp8_fsdp.json": fsdp,
     "results/step_time.json": step_times,
-    "results/fp8_speed.json": speed,
-    "results/h200/speed.json": speed_h200,
     "results/card.json": card,
     "results/versions.json": versions,
-    "results/clients.json": clients,
-    "results/peer_tests.json": peers,
     "results/wrapper.json": wrapper,
     "results/large.json": large,
     "results/machines.json": machines,
     "results/gallery.json": gallery,
-    "results/study/summary.json": study.in_docs,
-    "results/study/tensors.json": study.tensors,
 }
 PAGES = ("README.md", "amp8/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
@@ -469,7 +302,8 @@ def written(page, text=None):
 
     def fill(match):
         name = match.group(1)
-        table = TABLES[name](read(name)).replace("](results/", f"]({up}results/")
+        table = (ROOT / name).read_text().strip() if name.endswith(".md") else TABLES[name](read(name))
+        table = table.replace("](results/", f"]({up}results/")
         return f"{match.group(0).splitlines()[0]}\n{table}\n<!-- end -->"
 
     text = (ROOT / page).read_text() if text is None else text

@@ -56,8 +56,6 @@ HELP = """Training recipes for Hugging Face Accelerate: change the config file, 
   export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
   predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
   copy RECIPE CONFIG DEST    a recipe with its data, models and config in a folder of its own
-  gpu-report                 what every config does on this machine's GPUs, as one page to send
-  gpu-first                  the first ten minutes on a GPU: what tells most first, as one page to send
   CONFIG RECIPE --help       the options of a recipe
   ls                         the configs and recipes there are
   path [NAME]                the file of a config, a recipe or a page (docs/fp8.md), for other commands
@@ -68,8 +66,7 @@ HELP = """Training recipes for Hugging Face Accelerate: change the config file, 
 IN_CLONE = ("setup", "test")  # commands of a clone of the repository alone
 TOOLS = {name: name for name in "advise check compare diagnose estimate export predict show".split()}
 TOOLS["copy"] = "copy_recipe"  # copy.py would shadow Python's module
-BENCHMARKS = {"gpu-first": "first", "gpu-report": "report"}
-WORDS = {*TOOLS, *BENCHMARKS, *IN_CLONE, "demo", "help", "launch", "ls", "path", "completion"}
+WORDS = {*TOOLS, *IN_CLONE, "demo", "help", "launch", "ls", "path", "completion"}
 DRAW = ("compare", "diagnose")  # these tools train first, and need the packages of [recipes] at the end
 COMPLETION = r"""if [ -n "${ZSH_VERSION-}" ]; then
     type compdef >/dev/null 2>&1 || { autoload -U compinit && compinit; }
@@ -92,7 +89,7 @@ _NAME() {
                 if [[ " ${words[*]:0:at} " == *" -- "* ]]; then found=$recipes; else found="$configs --"; fi ;;
             copy) if [ "$at" -eq 2 ]; then found=$recipes; else found=$configs; fi ;;
             path) found="$configs$recipes" ;;
-            demo | setup | show | export | predict | gpu-first | gpu-report | ls | completion | test) ;;
+            demo | setup | show | export | predict | ls | completion | test) ;;
             *) found=$recipes ;;
         esac
     fi
@@ -153,9 +150,6 @@ def run(words: list[str]) -> None:
                 raise
             cure = "./launch.sh setup" if find.CLONE else "pip install 'accelerate-recipes[recipes]'"
             raise Refused(f"this {command} needs {error.name}: {cure}") from None
-    elif command in BENCHMARKS:
-        need_packages(words, recipes=True)
-        execute(sys.executable, ROOT / "benchmarks" / "gpu.py", BENCHMARKS[command], *rest)
     elif command == "demo":
         demo(rest)
     else:

@@ -24,20 +24,17 @@ selection. Runs that differ in more than the config are refused, and the message
 A script of your own is any script that is not a recipe. {seed} in its arguments stands for each seed; without it every
 config runs once. The last values of accelerator.log are compared, or the training loss if there are none.
 
-Writes report.md, report.csv, report.json and report.html. Everything in them comes from run.json and metrics.jsonl.
+Writes report.md, report.json and report.html. Everything in them comes from run.json and metrics.jsonl.
 The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is refused.
 """
 
 import argparse
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -47,7 +44,6 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from faithful.disk import readers  # noqa: E402
 from faithful.launch import machine  # noqa: E402
 from shared.args import Refused  # noqa: E402
 from tools import check, cli, find, judge, paired, progress, records, report  # noqa: E402
@@ -257,46 +253,6 @@ def reason_of(run: dict[str, Any], code: int | None = None) -> str:
     return lines[-1][:300] if lines else f"exit code {code}"
 
 
-def estimator(folder: Path) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-    """Returns a function: record of a run -> estimate of tools/estimate.py in bytes per process, or None if there is no
-    estimate. Estimates are cached in `folder`, because a trace takes seconds."""
-    file = Path(folder) / "estimates.json"
-
-    def guess(record: dict[str, Any]) -> dict[str, Any] | None:
-        try:
-            estimates = readers.value_of(file, {str: (None, {"total": readers.number})})
-        except (OSError, ValueError):
-            estimates = {}  # none yet, or damaged
-        recipe, text = ROOT / "recipes" / f"{record['recipe']}.py", record["config"]["text"]
-        free = records.FREE - {"per_device_train_batch_size", "gradient_accumulation_steps"}
-        options = {name: value for name, value in record["args"].items() if name not in free and value is not None}
-        code = [(ROOT / "tools" / name).read_text() for name in ("estimate.py", "tracing.py", "fake.py")]
-        by = code, record["code_sha256"]
-        key = sha256(repr((text, options, record["plan"]["num_processes"], by)).encode()).hexdigest()
-        if key not in estimates and text and recipe.is_file():
-            estimates[key] = estimate_of(record, text, recipe, options)
-            cli.write(file, json.dumps(estimates, indent=1) + "\n")
-        return estimates.get(key)
-
-    return guess
-
-
-def estimate_of(record: dict[str, Any], text: str, recipe: Path, options: dict[str, Any]) -> dict[str, Any] | None:
-    """What tools/estimate.py says of a run's config (its text) and options, or None. In a process of its own, because
-    it loads the recipe and its data."""
-    words = []
-    for name, value in options.items():
-        flag = f"--no-{name}" if value is False else f"--{name}"
-        words.append(flag if isinstance(value, bool) else f"{flag}={value}")
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, f"{record['config']['name']}.yml")
-        config.write_text(text)
-        command = [sys.executable, str(ROOT / "tools" / "estimate.py"), "--json", str(config)]
-        command += ["--num_processes", str(record["plan"]["num_processes"]), "--", str(recipe), *words]
-        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    return json.loads(lines[-1])["configs"].get(config.stem) if lines else None
-
-
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
@@ -329,16 +285,14 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="leave out the twin, the baseline with each weight changed by one bit",
     )
-    add("--baseline", help="over finished runs: the row to compare with (default: that of the first)")
     add("--vary", action="append", default=[], metavar="OPTION", help="over finished runs: an option that may differ")
-    add("--price-per-hour", type=cli.number(float, 0), help="of the machine: adds samples per unit of that price")
     add(
         "--assert-close",
         metavar="BASELINE",
         help="exit code 1 unless every final metric is within --rtol of this row's",
     )
     add("--rtol", type=cli.number(float, 0), default=0.01, help="relative (default: 0.01)")
-    add("--no-estimate", action="store_true", help="leave the memory estimate out")
+    add("--no-estimate", action="store_true", help="changes nothing: earlier versions estimated")
     add("--output_dir", "--output-dir", type=Path, help="where launched runs go")
     add(
         "--report", type=Path, help="where the reports go (default: beside launched runs; over finished ones, ./report)"
@@ -355,17 +309,15 @@ def over_finished(args: argparse.Namespace, command: str) -> tuple[dict[str, Any
         )
     if args.seeds is not None:
         raise Refused("--seeds: not here; the seeds are those of the runs")
-    where = args.report or Path("report")
-    guess: dict[str, Any] = {} if args.no_estimate else {"guess": estimator(where)}
     runs = [records.read(name) for name in args.what]
-    return judge.make(runs, command, args.baseline, args.vary, args.price_per_hour, args.margin, **guess), where
+    return judge.make(runs, command, args.vary, args.margin), args.report or Path("report")
 
 
 def refuse_options(args: argparse.Namespace, words: list[str], file: Path) -> None:
     """Raises Refused for options that make no sense where this script is launched."""
     given = find.with_file(file, split_launch(words)[2])
     taken = [name for name in OWN if find.is_recipe(file) and find.option(given, name.lstrip("-"))]
-    taken += [name for name in ("--vary", "--baseline") if getattr(args, name.lstrip("-"))]
+    taken += ["--vary"] if args.vary else []
     if taken:
         raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")
     if runs_once(file, words) and args.seeds not in (None, 1):
@@ -403,7 +355,7 @@ def over_launched(args: argparse.Namespace, words: list[str], command: str) -> t
         print(f"note: {seeds} can decide nothing: below {paired.FEWEST} every verdict is `cannot tell`", flush=True)
     for count in counts:
         runs = launch_all(configs, words, folder, count, not args.no_twin and not single)
-        options: dict[str, Any] = {"price": args.price_per_hour, "margin": args.margin, "looks": len(counts)}
+        options: dict[str, Any] = {"margin": args.margin, "looks": len(counts)}
         comparison = judge.make(runs, command, **options)
         undecided = judge.undecided(comparison)
         if args.seeds == "auto":
@@ -411,9 +363,6 @@ def over_launched(args: argparse.Namespace, words: list[str], command: str) -> t
             print(f"{count} seeds: {state}")
         if not undecided:
             break
-    if not args.no_estimate:
-        with progress.waiting("estimating the memory of each config"):
-            comparison = judge.make(runs, command, **options, guess=estimator(folder))
     return comparison | {"once": single}, where
 
 
@@ -428,7 +377,7 @@ def main(argv: list[str]) -> int:
     with progress.waiting("drawing the report"):
         report.write(comparison, where)
     print(report.text(comparison))
-    print(f"wrote {os.path.relpath(where)}/report.html, report.md, report.csv, report.json")
+    print(f"wrote {os.path.relpath(where)}/report.html, report.md, report.json")
     wrong = judge.assert_close(comparison, args.assert_close, args.rtol) if args.assert_close else []
     for line in wrong:
         print(f"not close: {line}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
     ./launch.sh diagnose single_fp8_te -- vit --dataset textures
     ./launch.sh diagnose my.yml --num_processes 2 -- my_script.py its options
-    ./launch.sh diagnose runs/vit-single_fp8_te-...          a run's config, recipe and options
 
 The tool runs real training steps under that config on this machine (tools/watch.py runs the script, unchanged). First
 it compares each FP8 layer with the same layer in high precision: underflows and overflows of input, weight and output
@@ -11,7 +10,7 @@ repeats the same steps from the same state, each time with one layer in high pre
 layers). The change of the loss is what FP8 costs in that layer: a mean over pairs with its 95% t interval. The last
 line of the output goes into the config: it skips the layers whose cost is significant.
 
-It writes diagnose.json and diagnose.html into the folder that it prints.
+It writes diagnose.json, with all figures, into the folder that it prints.
 """
 
 import argparse
@@ -33,9 +32,8 @@ sys.path.insert(0, str(ROOT))
 from faithful import Refused  # noqa: E402
 from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import read_env, to_env  # noqa: E402
-from faithful.disk import names  # noqa: E402
 from faithful.launch import launcher, machine  # noqa: E402
-from tools import cli, find, paired, progress, records  # noqa: E402
+from tools import cli, find, paired  # noqa: E402
 from tools.find import option  # noqa: E402
 
 OPTIONS = {"look": 20, "pairs": 8, "after": 8}
@@ -170,76 +168,6 @@ def notes(diagnosis: dict[str, Any]) -> list[str]:
     ]
 
 
-def drawn_costs(diagnosis: dict[str, Any]) -> str:
-    """The cost of each layer with its interval, and the table of them."""
-    from tools import page  # imports matplotlib
-
-    bars = []
-    for row in diagnosis["costs"]:
-        bars.append((row["name"], row["mean"], row["low"], row["high"], page.colour(0 if row["sure"] else 7)))
-    everything = diagnosis["all"]
-    bars.append(("all of them", everything["mean"], everything["low"], everything["high"], page.colour(1)))
-    caption = f"What each layer alone costs the loss, over {len(diagnosis['pairs'])} pairs, with its 95% interval."
-    picture = page.picture(page.intervals(bars, None, "cost, % of the loss"), caption)
-    return page.section("What it costs", picture, page.table(*cost_table(diagnosis)))
-
-
-def drawn_amaxes(diagnosis: dict[str, Any]) -> Iterator[str]:
-    """For the tensors of the three costliest layers whose scale changed: the amax and what the scale holds."""
-    from tools import page
-
-    for row in diagnosis["costs"][:3]:
-        name = diagnosis["groups"][row["name"]][0]
-        layer = diagnosis["layers"][name]
-        for tensor, words in TENSORS.items():
-            if len(set(layer.get(f"{tensor}_reach", []))) < 2:
-                continue
-            series = []
-            for label, key in (("amax", "amax"), ("the largest value its scale holds", "reach")):
-                points = [[step, value, value, value] for step, value in enumerate(layer[f"{tensor}_{key}"], 1)]
-                series.append((label, page.colour(len(series)), points))
-            legend = page.legend([(label, colour) for label, colour, _ in series])
-            caption = "Above what the scale holds, values are clipped."
-            picture = page.picture(page.lines(series), caption, legend)
-            yield page.section(f"{name}, {words}: amax over the steps", picture)
-
-
-def page_of(diagnosis: dict[str, Any]) -> str:
-    from tools import page
-
-    layers = page.section("Layer by layer", page.table(*layer_table(diagnosis)))
-    parts = [drawn_costs(diagnosis), layers, *drawn_amaxes(diagnosis)]
-    answer = [("", line) for line in diagnosis["answer"]]
-    if diagnosis["skip_line"]:
-        answer.append(("for fp8_config:", diagnosis["skip_line"]))
-    parts.append(page.section("What was measured", page.words(diagnosis["measured"])))
-    return page.whole(
-        f"Where FP8 hurts: {diagnosis['recipe']}, {diagnosis['plan']['config']}",
-        diagnosis["command"],
-        answer,
-        parts,
-        notes(diagnosis),
-    )
-
-
-def of_run(folder: Path) -> tuple[str, str, list[str]]:
-    """The config's name and text, the recipe and its options, of a run's folder."""
-    try:
-        record = records.record_of(folder)
-        line, config = shlex.split(record["command"]), record["config"]
-        names.inside(folder, f"{config['name']}.yml")
-    except ValueError as error:
-        raise Refused(f"{folder} has no readable run.json ({error})") from None
-    scripts = [i for i, word in enumerate(line) if word.endswith(".py") and "accelerate" not in Path(word).name]
-    if not config["name"] or not config["text"] or "/" in config["name"] or not scripts:
-        raise Refused(f"{folder} was not launched with a config file: name config and recipe")
-    taken = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("output_dir", *LENGTH):  # diagnose sets them itself
-        taken.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    _, words = taken.parse_known_args(line[scripts[0] + 1 :])
-    return config["name"], config["text"], [line[scripts[0]], *words]
-
-
 def ends_with_this() -> None:
     """Called in the child before it becomes the launcher: it ends when this process is killed."""
     launcher.end_with_the_parent(signal.SIGTERM)
@@ -293,7 +221,7 @@ def with_length(script: Path, options: list[str], args: argparse.Namespace) -> l
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = cli.parser("diagnose", __doc__)
-    parser.add_argument("config", help="name or path of a config, or the folder of a run")
+    parser.add_argument("config", help="name or path of a config")
     helps = ("steps to look at", "pairs to judge by", "steps of each pair")
     for (name, default), help in zip(OPTIONS.items(), helps, strict=True):
         parser.add_argument(f"--{name}", type=cli.count, default=default, help=f"{help} (default: {default})")
@@ -310,11 +238,6 @@ def main(argv: list[str]) -> int:
     out = args.output or find.RUNS / f"diagnose-{Path(args.config).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if there := next((name for name in ("watched.json", "run") if os.path.lexists(out / name)), None):
         raise Refused(f"{out} holds {there}, of a diagnosis or somebody's: choose another --output")
-    if (Path(args.config) / "run.json").is_file() and not words:
-        name, stored, words = of_run(Path(args.config))
-        cli.make_folder(out)
-        args.config = f"{out / name}.yml"
-        cli.write(Path(args.config), stored)
     file, mapping = find.sound_config(args.config)
     if not words:
         raise Refused(f"which recipe? {find.COMMAND} diagnose single_fp8_te -- vit")
@@ -332,13 +255,11 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(out / "run", ignore_errors=True)  # what the script wrote beside its record, of which there is none
     if not (out / "watched.json").exists():
         return code or 1
-    with progress.waiting("drawing the page"):
-        watched = json.loads((out / "watched.json").read_text())
-        diagnosis = diagnosis_of(watched, f"{find.COMMAND} diagnose {shlex.join(argv)}")
-        cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
-        cli.write(out / "diagnose.html", page_of(diagnosis))
+    watched = json.loads((out / "watched.json").read_text())
+    diagnosis = diagnosis_of(watched, f"{find.COMMAND} diagnose {shlex.join(argv)}")
+    cli.write(out / "diagnose.json", json.dumps(diagnosis, indent=1))
     print(text(diagnosis))
-    print(f"{out}/diagnose.html")
+    print(f"{out}/diagnose.json")
     return 0
 
 

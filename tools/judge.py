@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from shared.args import Refused
@@ -123,7 +123,6 @@ def row_of(name: str, runs: list[Run], seeds: set[int | None], fallback: bool) -
         "wire_bytes_per_step": evidence["wire_bytes_per_step"],
         "gpu_utilization": statistics.mean(utilization) if None not in utilization else None,
         "step_seconds_p90": statistics.mean(p90) if None not in p90 else None,
-        "estimate": None,
         "curves": curves(runs),
     }
 
@@ -164,15 +163,11 @@ def grouped(runs: list[Run], vary: Collection[str]) -> dict[str, list[Run]]:
 def make(
     runs: list[Run],
     command: str,
-    baseline: str | None = None,
     vary: Collection[str] = (),
-    price: float | None = None,
     margin: float = 0.01,
     looks: int = 1,
-    guess: Callable[[dict[str, Any]], object] = lambda record: None,
 ) -> dict[str, Any]:
-    """Makes the report from runs that `read` returned. looks: how often the comparison is looked at before it ends.
-    guess: a function from a record to its memory estimate."""
+    """Makes the report from runs that `read` returned. looks: how often the comparison is looked at before it ends."""
     check_alike(runs, vary)
     sound = [run for run in runs if not run["problem"]]
     if not sound:
@@ -183,10 +178,7 @@ def make(
         if not logged(run["record"]):
             run["problem"] = "lacks evidence: final metrics"
     groups = grouped(runs, vary)
-    first = baseline or next(iter(groups))
-    if first not in groups:
-        raise Refused(f"no runs of the baseline {first}: there are {', '.join(groups)}")
-    groups = {first: groups.pop(first)} | groups
+    first = next(iter(groups))
     twin = f"{first}, twin"
     seeds = {run["seed"] for name, group in groups.items() if name != first for run in group} - {None}
     if not seeds:  # nothing but the baseline
@@ -221,15 +213,8 @@ def make(
         "args": args_shown,
         "steps_measured": record["throughput"]["steps_measured"],
         "steps_excluded": record["throughput"]["steps_excluded"],
-        "price_per_hour": price,
         "rows": rows,
     }
-    for row in rows:
-        if not row["error"]:
-            row["estimate"] = guess(groups[row["config"]][0]["record"])
-        if price and not row["error"] and not row["emulated"]:
-            rate = row["measures"]["samples_per_second"]["mean"]
-            row["samples_per_unit_of_price"] = rate * 3600 / price
     return comparison
 
 

@@ -1,4 +1,4 @@
-"""One HTML page from an answer, pictures and tables: what compare, diagnose and a run's own page are written with.
+"""One HTML page from an answer, pictures and tables: what compare and a run's own page are written with.
 
     html = page.whole("title", command, answer=[("single_fp8", "equal within 1%")], parts=[
         page.section("Loss", page.picture(page.lines(series), "What is drawn, in a sentence.", page.legend(names))),

@@ -1,15 +1,13 @@
-"""Writes a comparison as a text table, Markdown, CSV, JSON and one HTML file that needs no network.
+"""Writes a comparison as a text table, Markdown, JSON and one HTML file that needs no network.
 
 The tables are made once, as lists of strings, and written in each format, so the files cannot differ. The answer comes
 first, with one line per config. tools/drawings.py adds the pictures.
 """
 
-import csv
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tools import cli, paired
 from tools.judge import COSTS
@@ -143,14 +141,12 @@ def other_seeds(comparison: dict[str, Any], names: list[str]) -> list[str]:
 
 def speeds(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     heads = ["config", "step, ms", "90%, ms", "samples/s", "against the baseline", "GPU utilisation"]
-    heads += ["samples per unit of price"] if comparison["price_per_hour"] else []
     rows = []
     for row in sound:
         step, rate = row["measures"]["step_seconds"], row["measures"]["samples_per_second"]
         p90, gpu = row["step_seconds_p90"], row["gpu_utilization"]
         cells = [row_title(row), number(1000 * step["mean"]), number(p90 and 1000 * p90)]
         cells += [number(rate["mean"]), verdict_words(rate), "-" if gpu is None else f"{gpu:.0f}%"]
-        cells += [number(row.get("samples_per_unit_of_price"))] if comparison["price_per_hour"] else []
         rows.append(cells)
     return heads, rows
 
@@ -158,11 +154,11 @@ def speeds(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[lis
 def memories(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     names, rows = classes(comparison), []
     heads = ["config", *(f"{name}, B/param" for name in names), "total, B/param", "peak memory, MiB"]
-    heads += ["against the baseline", "estimated peak, MiB", "wire, bytes/step"]
+    heads += ["against the baseline", "wire, bytes/step"]
     for row in sound:
-        sizes, peak, estimate = row["bytes_per_parameter"], row["measures"]["peak_memory_bytes"], row["estimate"]
+        sizes, peak = row["bytes_per_parameter"], row["measures"]["peak_memory_bytes"]
         cells = [row_title(row), *(f"{sizes.get(name, 0):.2f}" for name in names), f"{sizes['total']:.2f}"]
-        cells += [mebibytes(peak["mean"]), verdict_words(peak), mebibytes(estimate and estimate["total"])]
+        cells += [mebibytes(peak["mean"]), verdict_words(peak)]
         rows.append([*cells, number(row["wire_bytes_per_step"])])
     return heads, rows
 
@@ -258,44 +254,11 @@ def title_of(comparison: dict[str, Any]) -> str:
     )
 
 
-def spreadsheet(comparison: dict[str, Any], file: TextIO) -> None:
-    """One line per row, every number unrounded."""
-    lines = []
-    for row in comparison["rows"]:
-        line = {key: row[key] for key in ("config", "control", "error")} | {"seeds": " ".join(map(str, row["seeds"]))}
-        for key in (
-            "emulated",
-            "num_processes",
-            "linear_converted",
-            "linear_total",
-            "wire_bytes_per_step",
-            "step_seconds_p90",
-            "gpu_utilization",
-            "samples_per_unit_of_price",
-        ):
-            line[key] = row.get(key)
-        line["measured"] = row.get("measured")
-        for name, measure in row.get("measures", {}).items():
-            keys = ("mean", "spread", "difference", "relative", "resolution", "more_seeds", "verdict")
-            line |= {f"{name}_{key}": measure.get(key) for key in keys}
-            line |= dict(zip((f"{name}_low", f"{name}_high"), measure.get("interval") or (None, None), strict=True))
-        line |= {f"bytes_per_parameter_{name}": value for name, value in row.get("bytes_per_parameter", {}).items()}
-        line |= {f"estimate_{name}": value for name, value in (row.get("estimate") or {}).items()}
-        lines.append(line)
-    names = list(dict.fromkeys(key for line in lines for key in line))
-    writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-
-
 def write(comparison: dict[str, Any], folder: str | Path) -> None:
-    """Writes all four files."""
+    """Writes the three files."""
     from tools import drawings  # imports matplotlib
 
     folder = Path(folder)
-    table = io.StringIO(newline="")
-    spreadsheet(comparison, table)
     cli.write(folder / "report.json", json.dumps(comparison, indent=1) + "\n")
     cli.write(folder / "report.md", markdown(comparison))
     cli.write(folder / "report.html", drawings.whole_page(comparison))
-    cli.write(folder / "report.csv", table.getvalue())

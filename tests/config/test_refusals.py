@@ -43,7 +43,7 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("compare", "{tmp}/nowhere", 2, "{tmp}/nowhere is no folder of a run"),
     ("compare", "single_bf16 --seeds 0 -- vit", 2, "argument --seeds: 0 is not a whole number, 1 or more"),
     ("compare", "single_bf16 --margin 2 -- vit", 2, "argument --margin: 2: write it as 1% or 0.01"),
-    ("compare", "single_bf16 --baseline x -- vit", 2, "--baseline: not here"),
+    ("compare", "single_bf16 --vary seed -- vit", 2, "--vary: not here"),
     ("compare", "single_bf16 {tmp}/share.yml -- vit", 2, "share.yml: fp8_config skip last 0%: write names of layers"),
     ("compare", "single_bf16 -- vit --max_step 4", 2, UNKNOWN),
     ("compare", "single_bf16 -- --num_processes two vit", 2, "--num_processes two is not a whole number, 1 or more"),
@@ -75,8 +75,6 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("diagnose", "single_fp8 -- vit --max_step 4", 2, UNKNOWN),
     ("diagnose", "single_fp8 -- vit --epochs 3", 2, "unrecognized arguments: --epochs 3: did you mean --num_train_epochs?"),
     ("diagnose", "single_fp8 -- tests/scripts/faults.py --max_steps=8", 2, "diagnose takes 276 steps or more"),
-    ("diagnose", "{tmp}/own", 2, "{tmp}/own was not launched with a config file: name config and recipe"),
-    ("diagnose", "{tmp}/damaged", 2, "{tmp}/damaged is not the folder of a run: no readable run.json"),
     ("diagnose", "single_fp8 --output {tmp}/theirs -- vit", 2, "{tmp}/theirs holds run, of a diagnosis or somebody's: choose another --output"),
     ("diagnose", "single_fp8 --output {tmp}/file/out -- vit", 2, "nothing can be written to {tmp}/file/out"),
     ("estimate", "single_bf16", 2, "which recipe? ./launch.sh estimate"),
@@ -87,10 +85,6 @@ TOOLS = [  # (tool, its words, its exit code, the line); {tmp} has the files of 
     ("export", "{tmp}/nowhere", 2, "{tmp}/nowhere is not the folder of a run: no readable run.json (No such file"),
     ("export", "{tmp}/own --to onnx", 2, "{tmp}/own has no data.json, as the run of a script of your own"),
     ("export", "{tmp}/own --to pickle", 2, "argument --to: invalid choice: 'pickle'"),
-    ("gpu", "report", 2, "there is no GPU here: --rehearse"),
-    ("gpu", "report --rehearse --steps 3", 2, "--steps 3: 4 or more"),
-    ("gpu", "report --rehearse --only bananas", 2, "--only bananas: no such config"),
-    ("gpu", "report --rehearse --output {tmp}/file/page.md", 2, "nothing can be written to {tmp}/file"),
     ("predict", "{tmp}/damaged a.png", 2, "{tmp}/damaged is not the folder of a run"),
     ("predict", "{tmp}/gpt", 2, "{tmp}/gpt was trained on texts: give it --prompt TEXT and no files"),
     ("predict", "{tmp}/gpt --prompt x a.png", 2, "{tmp}/gpt was trained on texts"),
@@ -322,7 +316,7 @@ def tmp(tmp_path, monkeypatch):
 @rows(TOOLS)
 def test_a_mistake_is_refused_in_one_line_before_anything_begins(what, change, end, line, tmp, monkeypatch, capsys):
     there = sorted(path.relative_to(tmp) for path in tmp.rglob("*"))
-    main = importlib.import_module(what if what == "gpu" else f"tools.{what}").main
+    main = importlib.import_module(f"tools.{what}").main
     capsys.readouterr()  # what torch says when it is imported
     monkeypatch.setattr(args, "QUIET", 600)  # on a busy machine the line is not the first that is printed
     words = change.format(tmp=tmp).split()

@@ -139,7 +139,7 @@ def test_completion_knows_commands_configs_and_recipes():
     lines = result.stdout.splitlines()
     assert lines[:3] == ["ddp_bf16", "compare completion", "vit"] and result.stderr == ""
     assert lines[3].split() == ["zero1_bf16", "zero1_fp16"] and lines[4:6] == ["single_fp32", "gpt"]
-    assert {"demo", "show", "gpu-report", *(path.stem for path in CONFIGS.glob("*.yml"))} <= set(lines[6].split())
+    assert {"demo", "show", *(path.stem for path in CONFIGS.glob("*.yml"))} <= set(lines[6].split())
     assert "_launch_sh" in lines[7]
 
 

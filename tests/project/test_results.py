@@ -183,6 +183,26 @@ def test_four_bits_are_asked_in_pairs_and_the_planted_fault_is_found():
         assert ("torchao mxfp8, scale_calculation_mode floor" in row["summary"]) == (row["way"] == "mxfp8_floor")
 
 
+def test_the_study_found_what_readme_and_its_page_say():
+    figures, measures = result("study/summary"), {}
+    assert figures["command"].startswith("python benchmarks/") and figures["date"] and figures["versions"]["torch"]
+    for row in figures["results"]:
+        measure = row["measures"].get(figures["tasks"][row["task"]]["measure"]) or {"kind": None}
+        measures.setdefault(row["task"], {})[row["way"]] = measure
+    words, slow, slowest = (measures[task] for task in ("words", "finetune_1e-5", "finetune_1e-6"))
+    equal = ["o2", "adamw_8bit", "o2_round_to_nearest", "ao", "ao_rowwise", "te", "te_current", "te_block", "o1"]
+    assert {way: words[way]["kind"] for way in equal} == dict.fromkeys(equal, "equal")
+    assert words["planted"]["kind"] == words["bf16_pure"]["kind"] == "worse" and words["muon"]["kind"] == "better"
+    assert slow["o2"]["kind"] == slowest["o2"]["kind"] == slow["o3"]["kind"] == "equal"
+    lost = {(at, way): 100 * of[way]["relative"] for at, of in ((5, slow), (6, slowest)) for way in of if way != "bf16"}
+    assert round(lost[5, "o2_round_to_nearest"]) == -62 and round(lost[6, "o2_round_to_nearest"]) == -86
+    assert round(lost[6, "o3"]) == -5 and lost[6, "bf16_pure"] < -95
+    settled = {task for task, ways in measures.items() if ways["o2"]["kind"] not in ("unknown", None)}
+    assert settled == {"words", "finetune_1e-5", "finetune_1e-6"}, "README.md says that the others cannot tell"
+    rows = {row["way"]: row["linear"]["along"] for row in result("study/tensors")["rows"]}
+    assert max(rows["o2_round_to_nearest"], rows["bf16_pure"]) < 0.1 and min(rows["o2"], rows["bf16_stochastic"]) > 0.9
+
+
 def test_compare_finds_the_planted_fault():
     found = result("planted/report")["rows"][-1]
     assert found["config"] == "single_fp8_te_nvfp4" and found["measures"]["eval_loss"]["kind"] == "higher"

@@ -24,7 +24,7 @@ from faithful.errors import Refused
 from faithful.launch.machine import Memory
 from faithful.saving import state
 from shared import args, vision
-from tools import accelerate_launch, advise, diagnose, export, judge, predict, records, show
+from tools import accelerate_launch, advise, export, judge, predict, records, show
 
 CORPUS = ROOT / "tests" / "corpus"
 CLEAN = (Refused, args.Refused, readers.Damaged, OSError)
@@ -47,7 +47,6 @@ def attempt(use, *words, **options):
 def of_record(run):
     attempt(export.source_of, run)
     attempt(vision.own_run, str(run))
-    attempt(diagnose.of_run, run)
     said = attempt(believing, show.text, run)
     assert said is None or said.replace("\n", "").isprintable(), said
     compared(run)

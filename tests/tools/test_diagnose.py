@@ -16,7 +16,7 @@ from amp8 import scaling
 from faithful.backends import emulation
 from tools import diagnose, shadow
 
-LEFT = ["diagnose.html", "diagnose.json", "watched.json"]
+LEFT = ["diagnose.json", "watched.json"]
 OPTIONS = ("--look", 6, "--pairs", 2, "--after", 2)  # the head begins at 0: no gradient reaches a layer at first
 
 
@@ -131,7 +131,7 @@ def test_the_same_steps_again_are_the_same(tmp_path, monkeypatch, capsys, name):
         # TransformerEngine begins with a scale of 1: the first gradients are lost
         assert -60 < layer["fprop_error_db"] < -20 and -60 < layer["wgrad_error_db"] < 0
         assert len(layer["input_amax"]) == 6 and (layer["updates_lost%"] is None) == ("msamp" not in name)
-    assert "cost, % of the loss" in said and (tmp_path / "out" / "diagnose.html").read_text().startswith("<!doctype")
+    assert "cost, % of the loss" in said
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """tools/paired.py: verdicts on pairs, and how often they are wrong."""
 
 import numpy as np
-import paired as resampled
 import pytest
 from scipy import stats
 
@@ -95,21 +94,3 @@ def test_twice_the_resolution_is_found():
         else:
             found += paired.judge(list(base), list(values + 2 * usual))["kind"] == "higher"
     assert own / 300 >= 0.95 and found / 300 >= 0.9
-
-
-def test_the_benchmark_of_resampled_runs_says_the_same():
-    """The benchmark's resampling, on made pairs: random swaps give no winner, and a planted difference is found."""
-    generator = np.random.default_rng(2)
-    base = generator.normal(1, 0.2, 8)
-    values = base + generator.normal(0.02, 0.03, 8)
-    pairs, shown = resampled.level(base, values), paired.judge(list(base), list(values))["resolution"]
-    assert paired.judge(*map(list, zip(*pairs, strict=True)))["relative"] == pytest.approx(0, abs=1e-12)
-    found = resampled.rates(pairs, shown, 0.01, 250, generator)
-    assert (
-        found["pairs"] == 8
-        and found["wrong"] <= 0.08
-        and found["wrong_several_looks"] <= 0.08
-        and found["wrong_fewest"] <= 0.08
-    )
-    assert found["planted_found"] >= 0.9
-    assert resampled.first_verdict([1.0] * 16, [1.5] * 15 + [1.6], 0.01, (8, 16)) == "higher"
