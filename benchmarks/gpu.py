@@ -550,7 +550,7 @@ HEADS = ["config", "outcome", "step, ms", "samples/s", "TFLOP/s per GPU", "of th
 
 def workload(config, rehearse):
     """Returns (model, recipe and its options) for a config."""
-    if "tp_" in config:
+    if "tp_" in config or "_sp_" in config:
         model = "llama_nano" if rehearse else "llama_medium"
         words = ["gpt", "--model", model, "--sequence_length", "128" if rehearse else "1024", "--vocab_size", "4096"]
         return model, [*words, "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "32"]

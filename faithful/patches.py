@@ -49,6 +49,15 @@ TABLE = {  # what is changed: why
         "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
     "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported":
         "on a CPU without fast fp16 kernels it refuses fp16, which a rehearsal computes through fp32 (cpu_matmul)",
+    "accelerate.accelerator:prepare_data_loader":
+        "deepspeed/sequence.py: in sequence parallel a group of processes shares a batch, as in tensor parallel",
+    "accelerate.accelerator:skip_first_batches": "and the rest of an epoch, too",
+    "accelerate.data_loader:DataLoaderShard.__iter__": "of which each process of the group trains on a slice",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter":
+        "it cannot be resumed within an epoch, and slices batches of an evaluation, whose attention does not exchange",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers":
+        "it puts Ulysses into all models of the process, and takes away the masks of evaluations, and of packed "
+        "sequences",
     "deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES":
         "the names of schedulers that DeepSpeed's engine steps; a DummyScheduler's function may make others",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":
