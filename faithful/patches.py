@@ -69,6 +69,9 @@ TABLE = {  # what is changed: why
         "TrainingArguments(bf16=True), trl's default, raise an error on a CPU, where the run is rehearsed",
     "transformers.trainer:Trainer._has_mixed_mesh_grads":
         "it looks for DTensors in .grad, which under ZeRO is not there",
+    "transformers.trainer:Trainer.set_initial_training_values":
+        "it takes a loader's batches for those of each process, of which Accelerate's loader for sequence parallel "
+        "makes more",
     "transformers.trainer:Trainer.save_model":
         "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
         "the main process alone for weights that each process has a part of",

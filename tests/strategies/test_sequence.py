@@ -18,6 +18,7 @@ from test_tp import STEPS, in_float64, losses_and_norms
 from torch.utils.data import DataLoader
 
 from faithful import Accelerator, Refused
+from faithful import __main__ as door
 from tools import export
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
@@ -202,6 +203,34 @@ def test_the_loss_of_accelerate_s_example_trains_as_one_process(tmp_path):
     assert two == pytest.approx(one, rel=1e-5) and distance(tmp_path / "one", tmp_path / "two") < 1e-5
 
 
+def by_trainer(folder):
+    """transformers' Trainer over two epochs, with an evaluation after each, in eval(), after which it fetches a batch."""
+    from transformers import Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    words = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "learning_rate": 0.1, "optim": "sgd", "seed": 0}
+    how = {"max_grad_norm": 0.5, "eval_strategy": "epoch", "logging_steps": 1, "save_strategy": "no", "report_to": []}
+    arguments = TrainingArguments(str(folder), **words, **how, disable_tqdm=True)
+    trainer = Trainer(llama().float(), arguments, train_dataset=Rows(), eval_dataset=[Rows()[at] for at in range(7)])
+    trainer.train()
+    if trainer.is_world_process_zero():
+        (folder / "losses.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def test_a_trainer_s_epochs_are_those_of_one_process(tmp_path):
+    import transformers.trainer  # noqa: F401  once, not once in every forked rank
+
+    for name, path in (("one", "single_fp32"), ("two", config(tmp_path))):
+        train(path, tmp_path / name, script=functools.partial(by_trainer, tmp_path / name),
+              env={"FAITHFUL_PROJECT_DIR": str(tmp_path / name)}, before=lambda rank: door.take_its_place())  # fmt: skip
+    one, two = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("one", "two"))
+    kept = ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss")
+    rows = [[[row[key] for key in kept if key in row] for row in log] for log in (one, two)]
+    assert len(rows[0]) == len(rows[1]) == 12 + 2 + 1
+    for a, b in zip(*rows, strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+
+
 def refused_ones():
     """What a rank runs: each habit that would be silently wrong."""
     accelerator = Accelerator()
@@ -209,7 +238,7 @@ def refused_ones():
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), 0.5), DataLoader(Rows(), 2)
     )
-    batch, said = next(iter(loader)), []
+    batch, said, held_out = next(iter(loader)), [], accelerator.prepare(DataLoader(Rows(), 2))
 
     def refuses(function):
         with pytest.raises(Refused) as raised:
@@ -223,7 +252,9 @@ def refused_ones():
     refuses(lambda: accelerator.gather_for_metrics(ids))
     model.eval()
     refuses(lambda: model(ids))
-    whole = next(iter(loader))["input_ids"]
+    with torch.no_grad():
+        refuses(lambda: model(ids))
+    whole = next(iter(held_out))["input_ids"]
     assert accelerator.gather_for_metrics(whole).shape == (2, 30), "each sample once"
     accelerator.print("\n".join(said))
 
@@ -232,7 +263,7 @@ def test_what_a_slice_cannot_stand_for_is_refused(tmp_path):
     train(config(tmp_path), tmp_path / "run", script=refused_ones)
     text = (tmp_path / "run.log").read_text()
     for words in ("computes its input_ids or position_ids", "mask is not what the positions say",
-                  "gather_for_metrics while the model trains", "a forward pass with gradients in model.eval()"):  # fmt: skip
+                  "gather_for_metrics while the model trains", "batches are slices in model.train(), and whole in"):  # fmt: skip
         assert words in text
 
 

@@ -9,6 +9,7 @@ Gradients are averaged over all processes. So a loss is the mean over the proces
 on all of a group, put together by torch's all_gather, whose gradient is the sum over the group (transformers' Trainer).
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -52,12 +53,17 @@ class SequenceParallel(ZeRO):
             return sent_later(prepare(loader, device, num_processes=groups, process_index=group, **more))
 
         def skipped(loader: Any, num_batches: int = 0) -> Any:
-            return sent_later(skip(loader, num_batches), getattr(loader, "sends_to", None))
+            left = sent_later(skip(loader, num_batches), getattr(loader, "sends_to", None))
+            left.trains = getattr(loader, "trains", False)
+            return left
 
         patches.replace("accelerate.accelerator:prepare_data_loader", prepared)
         patches.replace("accelerate.accelerator:skip_first_batches", skipped)
         patches.replace("accelerate.data_loader:DataLoaderShard.__iter__", self._slices_of(DataLoaderShard.__iter__))
         patches.replace(f"{ULYSSES}:UlyssesSPDataLoaderAdapter", lambda loader, **_: loader)
+        if "transformers.trainer" in sys.modules:
+            values = sys.modules["transformers.trainer"].Trainer.set_initial_training_values
+            patches.replace("transformers.trainer:Trainer.set_initial_training_values", steps_of_groups(values))
         register = classmethod(lambda cls, model_name_or_path, **_: exchange_heads(model_name_or_path, size))
         patches.replace(f"{ULYSSES}:UlyssesSPAttentionHF.register_with_transformers", register)
 
@@ -93,13 +99,14 @@ class SequenceParallel(ZeRO):
         return model is not None and model.training
 
     def _slices_of(self, iterate: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-        """A loader's __iter__, which slices its batches on the host while the model trains, and sends the slice."""
+        """A loader's __iter__, which slices its batches on the host and sends the slice, if the model trains on them.
+        Once it does they are slices: transformers' Trainer fetches the next one after an evaluation in eval()."""
         size = self.plan.sp_size
 
         def batches(loader: Any) -> Iterator[Any]:
             for batch in iterate(loader):
-                part = slice_of(batch, dist.get_rank() % size, size) if self._training() else batch
-                moved = part
+                loader.trains = getattr(loader, "trains", False) or self._training()
+                moved = part = slice_of(batch, dist.get_rank() % size, size) if loader.trains else batch
                 if device := getattr(loader, "sends_to", None):
                     moved = send_to_device(part, device, non_blocking=loader._non_blocking)
                 for name in ("input_ids", "position_ids") if part is not batch else ():
@@ -110,13 +117,14 @@ class SequenceParallel(ZeRO):
 
     def _place(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A hook of the model: it gets slices of the loader's, and the positions of their tokens."""
+        ids = kwargs.get("input_ids", args[0] if args else None)
         if not model.training:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or hasattr(ids, "packed"):
                 raise Refused(
-                    "a forward pass with gradients in model.eval(), where batches are whole: call model.train()"
+                    "under zero3_sp batches are slices in model.train(), and whole in model.eval(): compute gradients "
+                    "in train(), and evaluate with a loader of its own"
                 )
             return None
-        ids = kwargs.get("input_ids", args[0] if args else None)
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if not hasattr(ids, "packed") or not (positions is None or hasattr(positions, "packed")):
             raise Refused(
@@ -148,6 +156,20 @@ def sent_later(loader: Any, device: torch.device | None = None) -> Any:
         # pyrefly: ignore[missing-attribute]
         loader.sends_to, loader.device = loader.device or device, None
     return loader
+
+
+def steps_of_groups(values: Callable[..., Any]) -> Callable[..., Any]:
+    """Trainer's set_initial_training_values, `values`, which takes the steps of an epoch from the loader's length."""
+
+    def of_groups(trainer: Any, args: Any, loader: Any) -> Any:
+        total = trainer.get_total_train_batch_size(args)
+        trainer.get_sp_size, trainer.get_total_train_batch_size = lambda: 1, lambda args: total
+        try:
+            return values(trainer, args, loader)
+        finally:
+            del trainer.get_sp_size, trainer.get_total_train_batch_size
+
+    return of_groups
 
 
 def mask_of(positions: torch.Tensor) -> torch.Tensor:
