@@ -56,8 +56,7 @@ TABLE = {  # what is changed: why
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter":
         "it cannot be resumed within an epoch, and slices batches of an evaluation, whose attention does not exchange",
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers":
-        "it puts Ulysses into all models of the process, and takes away the masks of evaluations, and of packed "
-        "sequences",
+        "it puts Ulysses into all models of the process, and takes masks away, of evaluations too",
     "deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES":
         "the names of schedulers that DeepSpeed's engine steps; a DummyScheduler's function may make others",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":
@@ -70,8 +69,7 @@ TABLE = {  # what is changed: why
     "transformers.trainer:Trainer._has_mixed_mesh_grads":
         "it looks for DTensors in .grad, which under ZeRO is not there",
     "transformers.trainer:Trainer.set_initial_training_values":
-        "it takes a loader's batches for those of each process, of which Accelerate's loader for sequence parallel "
-        "makes more",
+        "it counts on Accelerate's loader for sequence parallel, which makes more batches",
     "transformers.trainer:Trainer.save_model":
         "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
         "the main process alone for weights that each process has a part of",

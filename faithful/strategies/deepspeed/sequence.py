@@ -109,8 +109,9 @@ class SequenceParallel(ZeRO):
                 moved = part = slice_of(batch, dist.get_rank() % size, size) if loader.trains else batch
                 if device := getattr(loader, "sends_to", None):
                     moved = send_to_device(part, device, non_blocking=loader._non_blocking)
-                for name in ("input_ids", "position_ids") if part is not batch else ():
-                    moved[name].packed = part[name].packed
+                for name in part if loader.trains else ():
+                    if torch.is_tensor(part[name]):
+                        moved[name].packed = part[name].packed
                 yield moved
 
         return batches
@@ -126,10 +127,11 @@ class SequenceParallel(ZeRO):
                 )
             return None
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        if not hasattr(ids, "packed") or not (positions is None or hasattr(positions, "packed")):
+        given = [ids, *(each for each in (positions, mask) if each is not None and each.dim() == 2)]
+        if not all(hasattr(each, "packed") for each in given):
             raise Refused(
-                "under zero3_sp a process has a slice of each sequence, and the script computes its input_ids or "
-                "position_ids from it: hand on those of the batch as they are, or use zero3_bf16"
+                "under zero3_sp a process has a slice of each sequence, and the script computes its input_ids, "
+                "position_ids or attention_mask from it: hand on those of the batch as they are, or use zero3_bf16"
             )
         if positions is None:
             length, first = ids.shape[1], dist.get_rank() % self.plan.sp_size * ids.shape[1]
@@ -208,7 +210,8 @@ def slice_of(batch: Any, rank: int, size: int) -> dict[str, Any]:
             tail = value[:, -1:] + torch.arange(1, fill + 1)
         part = torch.cat([value, tail], 1).chunk(size, 1)[rank].contiguous()
         rest[name] = part.pin_memory() if value.is_pinned() else part
-    rest["input_ids"].packed = rest["position_ids"].packed = packed
+    for value in filter(torch.is_tensor, rest.values()):
+        cast(Any, value).packed = packed  # and so known as part of a slice
     return rest
 
 
@@ -217,15 +220,13 @@ def check(model: Any, size: int) -> None:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(inner).__name__
     if not name.endswith("ForCausalLM") or any(getattr(m, "is_causal", True) is False for m in inner.modules()):
-        raise Refused(f"{name} is no causal language model of transformers: use recipes/gpt.py, or zero3_bf16")
+        raise Refused(f"{name} is no ...ForCausalLM of transformers: use recipes/gpt.py, or zero3_bf16")
     config = inner.config.get_text_config()
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
-    if kinds or getattr(config, "sliding_window", None):
-        raise Refused(
-            f"{name} has {', '.join(kinds) or 'a sliding window'}, and zero3_sp full attention: use zero3_bf16"
-        )
-    if config._attn_implementation == "eager":
-        raise Refused(f"{name} computes its attention by transformers' eager: build it with attn_implementation='sdpa'")
+    others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+    others |= {"a sliding window"} if getattr(config, "sliding_window", None) else set()
+    others |= {"eager attention"} if config._attn_implementation == "eager" else set()
+    if others:
+        raise Refused(f"{name} has {', '.join(others)}, and zero3_sp full attention by sdpa or flash: use zero3_bf16")
     heads = config.num_attention_heads
     pairs = getattr(config, "num_key_value_heads", heads)
     if heads % size or pairs % size:
@@ -244,7 +245,7 @@ def exchange_heads(model: Any, size: int) -> Any:
     if groups._SEQUENCE_PARALLEL_GROUP is None:
         groups.initialize_sequence_parallel(size)
     config = model.config.get_text_config()
-    name, heads = config._attn_implementation, config.num_attention_heads
+    kind, name, heads = type(model).__name__, config._attn_implementation, config.num_attention_heads
     inside = ALL_ATTENTION_FUNCTIONS[name]
     usual: Callable[..., Any] = getattr(inside, "usual", inside)
     mine, state = weakref.WeakSet(model.modules()), SimpleNamespace(packed=False)
@@ -264,7 +265,7 @@ def exchange_heads(model: Any, size: int) -> Any:
         if module not in mine or not module.training:
             return usual(module, query, key, value, mask, **more)
         if "position_ids" not in more:
-            raise Refused(f"{type(model).__name__} hands no position_ids to its attention: use zero3_bf16")
+            raise Refused(f"{kind} hands no position_ids to its attention: use zero3_bf16")
         ulysses.batch_size = len(query)
         for shape in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
             first, _, *rest = getattr(ulysses, shape)
