@@ -46,7 +46,7 @@ TAILS = ("_ckpt", "_noreshard", "_offload", "_compile")  # of a config that comp
 
 def run(config, processes, folder, *options, micro=1):
     """Trains. Returns {step: [loss, norm]} or, if it did not end well, what it said."""
-    groups = processes // mesh_of(config).tp  # each process of a group has the same samples
+    groups = processes // (mesh_of(config).tp * mesh_of(config).sp)  # each process of a group has the same samples
     words = {
         "--output_dir": folder, "--dataset": ROOT / "LICENSE", "--sequence_length": 32, "--model": "llama_grid",
         "--max_steps": STEPS, "--logging_steps": 1, "--eval_steps": 0, "--save_steps": STEPS // 2, "--warmup_steps": 0,

@@ -240,7 +240,7 @@ def main():
     args = parser.parse_args()
     rows = []
     for at, config in enumerate(args.configs):
-        words = args.recipe or (GPT if "tp_" in config else VIT).split()
+        words = args.recipe or (GPT if "tp_" in config or "_sp_" in config else VIT).split()
         kills = args.kills // len(args.configs) + (at < args.kills % len(args.configs))
         folder = Path(tempfile.mkdtemp(prefix="kills-"))
         chance = random.Random(f"{args.seed} {config}")

@@ -80,7 +80,7 @@ def workers(launcher, script):
 def stuck(config, state, end, folder):
     """Lets a run be stuck, ends it, and returns a row."""
     script, log, mark = folder / "train.py", folder / "log", str(folder)
-    script.write_text(SCRIPT.format(model=LLAMA if "tp_" in config else SMALL))
+    script.write_text(SCRIPT.format(model=LLAMA if "tp_" in config or "_sp_" in config else SMALL))
     line = ["./launch.sh", config, str(script), state, str(folder)]
     env = os.environ | {"STUCK_RUN": mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as said:

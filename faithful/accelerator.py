@@ -425,8 +425,9 @@ class Accelerator(accelerate.Accelerator):
         """Also asks all processes whether one was told to stop, because an evaluation can be long."""
         same = self.strategy.same_batch  # then every process has every sample already
         objects = use_gather_object or not all(map(torch.is_tensor, tree_leaves(input_data)))
-        if objects and self.plan.tp_size > 1 and not same:
-            raise Refused("gather_for_metrics of objects, of which a group of tensor parallel has copies: use tensors")
+        self.strategy.refuse_metrics()
+        if objects and self.plan.group_size > 1 and not same:
+            raise Refused("gather_for_metrics of objects, of which the processes of a group have copies: use tensors")
         self.for_metrics = True
         try:
             data = input_data if same else super().gather_for_metrics(input_data, use_gather_object)
@@ -439,8 +440,8 @@ class Accelerator(accelerate.Accelerator):
         return data
 
     def gather(self, tensor: Any) -> Any:
-        """Accelerate's. For metrics each batch counts once, which the processes of a group of tensor parallel share."""
-        gathered, of_group = super().gather(tensor), self.plan.tp_size
+        """Accelerate's. For metrics each batch counts once, which the processes of a group share."""
+        gathered, of_group = super().gather(tensor), self.plan.group_size
         if not self.for_metrics or of_group == 1:
             return gathered
         each = self.num_processes

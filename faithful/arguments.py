@@ -236,7 +236,7 @@ def as_planned(plan: Plan, plugin: Any) -> bool:
         return plan.compile or plugin.lower() == "no"
     if isinstance(plugin, TorchDynamoPlugin):
         return plan.compile or plugin.backend == DynamoBackend.NO
-    if plan.strategy != f"zero{getattr(plugin, 'zero_stage', None)}":
+    if not plan.strategy.startswith(f"zero{getattr(plugin, 'zero_stage', None)}"):
         return False
     return settings_of(plugin) == settings_of(type(plugin)())  # that of the launcher's environment
 

@@ -52,6 +52,14 @@ TABLE = {  # what is changed: why
         "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
     "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported":
         "on a CPU without fast fp16 kernels it refuses fp16, which a rehearsal computes through fp32 (cpu_matmul)",
+    "accelerate.accelerator:prepare_data_loader":
+        "deepspeed/sequence.py: in sequence parallel a group of processes shares a batch, as in tensor parallel",
+    "accelerate.accelerator:skip_first_batches": "and the rest of an epoch, too",
+    "accelerate.data_loader:DataLoaderShard.__iter__": "of which each process of the group trains on a slice",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter":
+        "it cannot be resumed within an epoch, and slices batches of an evaluation, whose attention does not exchange",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers":
+        "it puts Ulysses into all models of the process, and takes masks away, of evaluations too",
     "deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES":
         "the names of schedulers that DeepSpeed's engine steps; a DummyScheduler's function may make others",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":
@@ -63,6 +71,8 @@ TABLE = {  # what is changed: why
         "TrainingArguments(bf16=True), trl's default, raise an error on a CPU, where the run is rehearsed",
     "transformers.trainer:Trainer._has_mixed_mesh_grads":
         "it looks for DTensors in .grad, which under ZeRO is not there",
+    "transformers.trainer:Trainer.set_initial_training_values":
+        "it counts on Accelerate's loader for sequence parallel, which makes more batches",
     "transformers.trainer:Trainer.save_model":
         "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
         "the main process alone for weights that each process has a part of",

@@ -45,6 +45,7 @@ class Plan:
     noreshard: bool = False  # FSDP2 that keeps parameters gathered between forward and backward: ZeRO-2
     replicas: int = 1  # hsdp: groups of processes that each hold the whole model
     tp_size: int = 1  # tp: processes that compute one batch together
+    sp_size: int = 1  # zero3_sp: processes that compute one batch together, each a slice of its sequences
     rehearsal: bool = False
     emulated: bool = False
     wrap_policy: str | None = None  # fsdp, hsdp: says which modules are gathered as a unit
@@ -55,6 +56,11 @@ class Plan:
     ram_efficient: bool = False  # fsdp, hsdp, zero3: only process 0 builds models with their weights
     sync_module_states: bool = False  # all processes start with the weights of process 0, whatever they have built
     notes: list[str] = dataclasses.field(default_factory=list)  # what runs otherwise than the config's words say
+
+    @property
+    def group_size(self) -> int:
+        """Processes that compute one batch together."""
+        return self.tp_size * self.sp_size
 
 
 # Fields of the config that options of `accelerate launch` must not change.
@@ -130,6 +136,7 @@ def made_of(settings: Settings, here: Machine, config: str | None, notes: list[s
         noreshard=settings.noreshard,
         replicas=settings.mesh.dp_replicate,
         tp_size=settings.mesh.tp,
+        sp_size=settings.mesh.sp,
         rehearsal=rehearsal,
         emulated=settings.backend is not None and not here.has_fp8,
         wrap_policy=fsdp.wrap_policy if settings.sharded else None,

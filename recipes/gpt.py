@@ -102,7 +102,9 @@ def main(args: Arguments) -> None:
         if progress.due(args.eval_steps):
             accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
         # Accelerate and DDP average over batches. Dividing by this makes the loss a mean over all tokens of the step.
-        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * args.per_device_train_batch_size
+        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * data.samples_per_process(
+            accelerator, args
+        )
         losses = []
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)

@@ -144,9 +144,14 @@ class Order(torch.utils.data.Sampler):
 
 
 def global_batch_size(accelerator: Accelerator, args: Any) -> int:
-    """Samples per optimizer step. Tensor-parallel processes share a batch."""
+    """Samples per optimizer step. Processes of tensor or sequence parallel share a batch."""
     sharing = getattr(accelerator.parallelism_config, "non_data_parallel_size", 1)
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * (accelerator.num_processes // sharing)
+
+
+def samples_per_process(accelerator: Accelerator, args: Any) -> float:
+    """Samples of a micro-batch that a process computes. In sequence parallel it computes a slice of each."""
+    return args.per_device_train_batch_size / getattr(accelerator.parallelism_config, "sp_size", 1)
 
 
 def lr_scheduler(

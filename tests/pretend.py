@@ -314,7 +314,11 @@ def bare(leaf):
         return CPU
     if isinstance(leaf, torch.ScriptObject) and group_name(leaf) in twins:
         return twins[group_name(leaf)].boxed()
-    return f"{leaf} on gloo" if isinstance(leaf, str) and leaf in twins else leaf
+    if not isinstance(leaf, str) or leaf not in twins:
+        return leaf
+    if layer := sys.modules.get("deepspeed.sequence.layer"):  # Ulysses' exchange finds its group by the name
+        layer._all_to_all_groups[f"{leaf} on gloo"] = twins[leaf]
+    return f"{leaf} on gloo"
 
 
 def bytewise(leaf):

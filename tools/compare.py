@@ -29,6 +29,7 @@ The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is re
 """
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -76,7 +77,8 @@ def replicas(file: Path, options: list[str], gpus: int) -> int:
     if str(config.get("distributed_type")) == "NO":
         return 1
     count = int(count or gpus or config.get("num_processes") or 1)
-    return count // int((config.get("parallelism_config") or {}).get("parallelism_config_tp_size", 1))
+    sizes = config.get("parallelism_config") or {}
+    return count // math.prod(int(sizes.get(f"parallelism_config_{name}_size") or 1) for name in ("tp", "sp"))
 
 
 def batches(configs: dict[str, Path], words: list[str], gpus: int) -> dict[str, int]:

@@ -313,7 +313,7 @@ class MSAMPCost(BackendCost):
 STRATEGIES = {
     "single": StrategyCost(0), "ddp": DDPCost(1), "fsdp": FSDPCost(3), "hsdp": HSDPCost(8),
     "tp": TensorParallelCost(9), "fsdp_tp": FSDPTensorParallelCost(10),
-    "zero1": ZeROCost(1), "zero2": ZeROCost(2), "zero3": ZeROCost(3),
+    "zero1": ZeROCost(1), "zero2": ZeROCost(2), "zero3": ZeROCost(3), "zero3_sp": ZeROCost(3),
 }  # fmt: skip
 BACKENDS: dict[str | None, BackendCost] = {
     "ao": TorchAOCost(), "te": TransformerEngineCost(), "msamp": MSAMPCost(),

@@ -151,6 +151,7 @@ TABLE: dict[str, tuple[Key, ...]] = {
         *launcher("deepspeed_exclusion_filter deepspeed_inclusion_filter"),
         *launcher("deepspeed_moe_layer_cls_names", reader="DeepSpeed"),
         *launcher("offload_optimizer_nvme_path offload_param_nvme_path", reader="DeepSpeed"),
+        *launcher("seq_parallel_communication_data_type", reader=UNREAD),  # trl's file for Ulysses has it
     ),
     "parallelism_config": (
         *map(mesh, ("dp_replicate", "dp_shard", "tp", "cp", "sp")),

@@ -141,9 +141,10 @@ class StrategyRules:
             yield f"parallelism_config is for hsdp and tp files, this one is {self.name}: remove it"
 
     def no_context_parallel(self, settings: Settings) -> str:
+        why = "ring attention (cp) has CUDA kernels alone" if settings.mesh.cp > 1 else "Ulysses (sp) is DeepSpeed's"
         return (
-            f"parallelism_config {settings.mesh}: context and sequence parallel are not supported here: for long "
-            "sequences use fsdp_bf16_ckpt with fsdp_activation_checkpointing_offload"
+            f"parallelism_config {settings.mesh}: {why}, for long sequences use zero3_sp_bf16, or fsdp_bf16_ckpt with "
+            "fsdp_activation_checkpointing_offload"
         )
 
 
@@ -225,6 +226,19 @@ class ZeRORules(StrategyRules):
     replicates = False
 
 
+class SequenceParallelRules(ZeRORules):
+    title = "ZeRO-3 with Ulysses: groups of processes compute one batch, each a slice of its sequences"
+
+    def problems(self, settings: Settings) -> Iterator[str]:
+        sizes, stage = settings.mesh.sizes, settings.deepspeed.stage
+        if others := sizes.keys() - {"sp", "dp_shard"}:
+            yield f"sequence parallel beside {', '.join(sorted(others))} ({settings.mesh}): use zero3_sp_bf16"
+        elif settings.precision not in ("fp32", "bf16") or stage != 3:
+            yield f"sequence parallel with zero_stage {stage} in {settings.precision}: use zero3_sp_bf16"
+        elif problem := wrong_product(settings):
+            yield problem
+
+
 STRATEGIES: dict[str, StrategyRules] = {
     "single": SingleRules("single"),
     "ddp": DDPRules("ddp"),
@@ -235,6 +249,7 @@ STRATEGIES: dict[str, StrategyRules] = {
     "zero1": ZeRORules("zero1"),
     "zero2": ZeRORules("zero2"),
     "zero3": ZeRORules("zero3"),
+    "zero3_sp": SequenceParallelRules("zero3_sp"),
 }
 
 

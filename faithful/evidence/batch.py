@@ -28,5 +28,5 @@ class FirstBatch:
     def result(self, plan: Plan) -> tuple[int, str]:
         """(samples per optimizer step, one hash of them all), over all processes. Every process must call it."""
         self.hook.remove()
-        seen = gather_object([(self.samples, self.hashes)])[:: plan.tp_size]  # tp: a group computes one batch
+        seen = gather_object([(self.samples, self.hashes)])[:: plan.group_size]  # a group computes one batch
         return sum(samples for samples, _ in seen), f"{sum(hashes for _, hashes in seen) % 2**256:064x}"

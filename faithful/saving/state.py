@@ -92,6 +92,7 @@ class RunState:
             "registered": pack(registered, tensors, "registered"),
             "cuts": strategy.tp_dims(models[0].model) if models else {},
             "tp": plan.tp_size,
+            "sp": plan.sp_size,
         }
         return parts | (tensors if keeps else {}), state
 
@@ -108,8 +109,9 @@ class RunState:
             for key in fixed
             if state["plan"][key] != getattr(plan, key)
         ]
-        if plan.tp_size != (of_group := state.get("tp", plan.tp_size)):
-            differs.append(f"parallelism_config_tp_size {of_group} -> {plan.tp_size}")
+        for key, size in (("tp", plan.tp_size), ("sp", plan.sp_size)):
+            if size != (saved := state.get(key, size)):
+                differs.append(f"parallelism_config_{key}_size {saved} -> {size}")
         if differs:
             raise Refused(f"{folder} is of another run: {', '.join(differs)}. Resume as it was, or start anew")
         keeper = state["keeper"]  # who stored, on this disk, what all processes had alike

@@ -21,6 +21,7 @@ STRATEGIES = {
     "zero1": "faithful.strategies.deepspeed.zero:ZeRO",
     "zero2": "faithful.strategies.deepspeed.zero:ZeRO",
     "zero3": "faithful.strategies.deepspeed.zero:ZeRO",
+    "zero3_sp": "faithful.strategies.deepspeed.sequence:SequenceParallel",
 }
 
 

@@ -175,6 +175,9 @@ class Strategy:
         """Called before each update, before the norm of the gradients is computed. Takes what the script has written
         into the parameters and `.grad`, where the optimizer updates other tensors."""
 
+    def refuse_metrics(self) -> None:
+        """Raises Refused if what a script computes now is no batch that counts once, as gather_for_metrics counts."""
+
     def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
         """Which parameters have a gradient in this process before an update, if the engine needs the same in all."""
         return []

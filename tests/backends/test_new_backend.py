@@ -168,7 +168,7 @@ CASES += [pytest.param(name, marks=pytest.mark.slow) for name in ("tp_bf16", "hs
 
 @pytest.mark.parametrize("config", CASES)
 def test_a_new_backend_trains_under_every_strategy(tmp_path, config):
-    recipe = {"name": "gpt"} if "tp_" in config else {}
+    recipe = {"name": "gpt"} if "tp_" in config or "_sp_" in config else {}
     run = train(config, tmp_path / "run", "--max_steps", 3, "--save_steps", 0, before=install, **recipe)
     assert "weights rounded to bf16" in record(run)["evidence"]["measured"]
     assert all(weight.equal(weight.bfloat16().float()) for weight in weights(run).values())

@@ -137,7 +137,8 @@ def test_vit(gpu, config, tmp_path):
 GPT = ("--dataset", ROOT / "LICENSE", "--sequence_length", 32)
 GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1", "single_fp8_msamp_o2",
                "single_fp8_msamp_o3", "ddp_bf16", "ddp_fp8", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_bf16",
-               "fsdp_fp8", "fsdp_fp8_msamp_o2", "tp_bf16", "tp_fp16", "tp_fp8", "fsdp_tp_bf16")  # fmt: skip
+               "fsdp_fp8", "fsdp_fp8_msamp_o2", "tp_bf16", "tp_fp16", "tp_fp8", "fsdp_tp_bf16",
+               "zero3_sp_bf16")  # fmt: skip
 
 
 def test_every_config_is_run_here():

@@ -115,6 +115,16 @@ NOTED = {
         ["max is not read by Accelerate, which takes most_recent", "amax_history_length is not read by Accelerate"],
     ),
     "ZeRO-3's defaults": (zero(), ["saved in fp32"]),
+    "trl's file for Ulysses": (
+        zero(zero3_init_flag=False, zero3_save_16bit_model=False, seq_parallel_communication_data_type="bf16")
+        | {"mixed_precision": "bf16", "num_processes": 4,
+           "parallelism_config": {
+               "parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 2,
+               "parallelism_config_tp_size": 1, "parallelism_config_sp_size": 2,
+               "parallelism_config_sp_backend": "deepspeed", "parallelism_config_sp_seq_length_is_variable": True,
+               "parallelism_config_sp_attn_implementation": "flash_attention_2"}},
+        ["seq_parallel_communication_data_type is not read"],
+    ),
     "a section of another type": (DDP | {"fsdp_config": FSDP2}, ["fsdp_config is not read under distributed_type"]),
     "fp8_config without fp8": (DDP | {"fp8_config": {"backend": "TE"}}, ["fp8_config is not read under mixed_precision"]),
     "no precision": (DDP | {"mixed_precision": None}, ["it is the script's, and fp32 if the script says none"]),

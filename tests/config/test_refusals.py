@@ -211,7 +211,12 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("fsdp_tp_bf16", {"fsdp_config": {"fsdp_offload_params": True}}, ANYWHERE, "are not for tensor parallel: leave them out"),
     ("hsdp_bf16", {"num_processes": 6}, ANYWHERE, "is for 4 processes, not 6: --num_processes 4"),
     ("fsdp_bf16", {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, ANYWHERE, "hsdp without"),
-    ("wizard_fsdp2", {"parallelism_config": {"parallelism_config_cp_size": 2}}, ANYWHERE, "context and sequence"),
+    ("wizard_fsdp2", {"parallelism_config": {"parallelism_config_cp_size": 2}}, ANYWHERE, "cp 2: ring attention (cp) has CUDA kernels alone, for long sequences use zero3_sp_bf16"),
+    ("wizard_fsdp2", {"parallelism_config": {"parallelism_config_sp_size": 2}}, ANYWHERE, "sp 2: Ulysses (sp) is DeepSpeed's, for long sequences use zero3_sp_bf16"),
+    ("zero2_bf16", {"parallelism_config": {"parallelism_config_sp_size": 2}}, ANYWHERE, "sequence parallel with zero_stage 2 in bf16: use zero3_sp_bf16"),
+    ("zero3_sp_bf16", {"mixed_precision": "fp16"}, ANYWHERE, "sequence parallel with zero_stage 3 in fp16: use zero3_sp_bf16"),
+    ("zero3_sp_bf16", {"num_processes": 4}, ANYWHERE, "parallelism_config sp 2 is for 2 processes, not 4"),
+    ("zero3_sp_bf16", {"parallelism_config": {"parallelism_config_tp_size": 2}}, ANYWHERE, "sequence parallel beside tp (tp 2 x sp 2)"),
     # DeepSpeed
     ("zero2_bf16", {}, BARE, "zero2 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"),
     ("zero3_bf16", {}, CPU, "zero3 needs DeepSpeed, which is not installed: ./launch.sh setup --extra deepspeed"),

@@ -179,14 +179,14 @@ LINES = {
     "faithful/*.py": 1700,  # the Accelerator writes its attributes, where strategies and backends did
     "faithful/backends": 1550,  # FP8 of split layers
     "faithful/checkpoint": 1100,  # cuts of two dimensions
-    "faithful/config": 1800,
+    "faithful/config": 1850,  # rules of zero3_sp
     "faithful/disk": 700,
     "faithful/evidence": 900,
     "faithful/launch": 1800,  # processes that use different parts of a model
     "faithful/models": 950,  # meta_init.py, from loading/, which is gone
     "faithful/saving": 1050,  # puts whole weights together for every strategy
     "faithful/scripts": 150,  # a Trainer's resume under tp
-    "faithful/strategies": 2850,  # fsdp_tp.py, fp16 where layers are split
+    "faithful/strategies": 3150,  # deepspeed/sequence.py: slices of sequences
     "faithful/tensors": 300,
     "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4850,
