@@ -7,7 +7,7 @@ import sys
 import conftest
 import pytest
 from conftest import ROOT, distance, edited, train
-from test_recipes import questions, reviews
+from test_recipes import couples, questions, reviews
 
 from faithful.backends import cpu_matmul
 
@@ -18,6 +18,7 @@ SMALL = {
     "resnet": ("--dataset", "digits", "--per_device_train_batch_size", 8),
     "gpt": ("--sequence_length", 32, "--no-packing", "--gradient_accumulation_steps", 2),
     "bert": ("--sequence_length", 32, "--vocab_size", 0, "--dropout", 0.1),
+    "embed": ("--sequence_length", 32, "--per_device_train_batch_size", 8, "--dropout", 0.1),
     "diffusion": ("--per_device_train_batch_size", 8),
     "sft": (
         "--sequence_length",
@@ -29,7 +30,7 @@ SMALL = {
         "--gradient_checkpointing",
     ),
 }
-CHOSEN = {("vit", "ddp_fp32"), ("gpt", "single_bf16"), ("bert", "single_fp32"), ("resnet", "ddp_fp32"),
+CHOSEN = {("vit", "ddp_fp32"), ("gpt", "single_bf16"), ("bert", "single_fp32"), ("embed", "ddp_fp32"), ("resnet", "ddp_fp32"),
           ("diffusion", "single_bf16"), ("sft", "ddp_fp32")}  # fmt: skip
 
 
@@ -68,6 +69,7 @@ def test_trains_to_the_same_losses_without_us(tmp_path, monkeypatch, name, confi
     argv += {
         "gpt": ("--dataset", folder, "--per_device_train_batch_size", 16),
         "bert": ("--dataset", reviews(tmp_path)),
+        "embed": ("--dataset", couples(tmp_path)),
         "sft": ("--dataset", questions(tmp_path)),
     }.get(name, ())
     # With torch's own 16-bit kernels, as under Accelerate alone: through fp32 the order of a sum is another.
@@ -102,6 +104,7 @@ def test_shared_imports_nothing_of_faithful():
         "images",
         "models",
         "optimizers",
+        "pairs",
         "sft",
         "text",
         "vision",
