@@ -138,7 +138,7 @@ def of_text(args: argparse.Namespace, device: torch.device) -> str:
         model = model.to(device)
         if record["recipe"] == "gpt":
             return text.continuation(model, tokenizer, args.prompt, args.tokens, length, args.seed)
-        if record["recipe"] == "sft":
+        if record["recipe"] in ("sft", "dpo"):
             return sft.answer(model, tokenizer, [{"role": "user", "content": args.prompt}], length, args.tokens)
         if record["recipe"] == "embed":
             known = record["args"]["dataset"], length, record["args"]["vocab_size"], str(args.run / "model")
@@ -204,7 +204,7 @@ def main(argv: list[str]) -> None:
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    ways = {"gpt": of_text, "sft": of_text, "bert": of_text, "embed": of_text, "diffusion": drawn}
+    ways = {"gpt": of_text, "sft": of_text, "dpo": of_text, "bert": of_text, "embed": of_text, "diffusion": drawn}
     with progress.waiting("predicts"):
         said = ways.get(record_of(args.run)["recipe"], of_images)(args, device)
     print(said)

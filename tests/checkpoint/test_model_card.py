@@ -25,6 +25,7 @@ LOADED = [  # recipe, config, options, the library's class
     pytest.param("vit", "single_fp8_msamp_o2", ("--model", "test_vit", "--image_size", 160, "--per_device_train_batch_size", 4), "timm", marks=pytest.mark.slow),
     pytest.param("bert", "zero2_bf16", ("--sequence_length", 16), transformers.AutoModelForSequenceClassification, marks=pytest.mark.slow),
     pytest.param("embed", "fsdp_fp8", ("--sequence_length", 16), transformers.AutoModel, marks=pytest.mark.slow),
+    pytest.param("dpo", "fsdp_fp8", ("--sequence_length", 64), transformers.AutoModelForCausalLM, marks=pytest.mark.slow),
     pytest.param("sft", "fsdp_bf16", ("--skip_long", "--sequence_length", 48), transformers.AutoModelForCausalLM, marks=pytest.mark.slow),
 ]  # fmt: skip
 

@@ -1,13 +1,17 @@
-"""recipes/embed.py: pairs, negatives of all processes, recall."""
+"""recipes/embed.py and recipes/dpo.py: pairs, negatives of all processes, recall; preferences, the reference."""
 
 import json
+import math
+import random
+import shutil
+import types
 
 import pytest
 import torch
-from conftest import distance, metrics, train
-from test_recipes import couples
+from conftest import distance, metrics, train, weights
+from test_recipes import couples, preferred
 
-from shared import models, pairs, text
+from shared import dpo, models, pairs, text
 from shared.args import Refused
 from tools import predict
 
@@ -120,3 +124,97 @@ def test_what_is_no_pair_is_refused(tmp_path):
     (tmp_path / "one.json").write_text(json.dumps([{"a": "x", "b": 1}] * 9))
     with pytest.raises(Refused, match="has columns a, b; two of strings are needed"):
         pairs.pairs(str(tmp_path / "one.json"), 16)
+
+
+# ---- recipes/dpo.py ----
+
+
+DPO = ("--sequence_length", 48, "--per_device_train_batch_size", 4, "--max_steps", 6, "--eval_steps", 3, "--save_steps", 3,
+       "--logging_steps", 1, "--warmup_steps", 1)  # fmt: skip
+
+
+def test_a_log_probability_is_that_of_the_answer_alone(tmp_path):
+    """Compared with the model's own loss of the answer's tokens behind its prompt, without padding."""
+    torch.manual_seed(0)
+    part = dpo.preferences(str(preferred(tmp_path)), 48)[1]
+    model, tokenizer = models.gpt("llama_nano", part.vocab_size, 48).double().eval(), part.tokenizer
+    with torch.no_grad():
+        found = dpo.log_probs(model, part.__getitems__([2]))[0]
+        for i in (0, 1):
+            question, answer = part.rows.conversations[4 + i]
+            prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+            before, ids = (tokenizer(said)["input_ids"] for said in (prompt, prompt + answer["content"] + text.END))
+            logs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            wanted = sum(logs[at - 1, ids[at]] for at in range(len(before), len(ids)))
+            assert found[i].item() == pytest.approx(wanted.item(), rel=1e-9)
+
+
+def test_the_reference_is_the_model_before_its_first_step_after_a_resume_too(tmp_path):
+    """Without a step's change all margins are 0; a resumed run goes on with the same reference."""
+    argv = ("--dataset", preferred(tmp_path), *DPO)
+    whole = train("ddp_bf16", tmp_path / "whole", *argv, "--save_total_limit", 3, name="dpo")
+    part = tmp_path / "part"
+    shutil.copytree(whole, part, ignore=shutil.ignore_patterns("checkpoint-6", "model"))
+    train("ddp_bf16", part, *argv, "--resume_from_checkpoint", "latest", name="dpo")
+    assert metrics(part) == metrics(whole) and distance(part, whole) == 0
+    first, last = (next(row for row in rows if key in row) for rows, key in
+                   ((metrics(whole), "loss"), (metrics(whole)[::-1], "log_prob_gap")))  # fmt: skip
+    assert first["loss"] == pytest.approx(math.log(2), abs=0.02), "in bf16 by another kernel than the evaluation"
+    assert 0 < last["log_prob_gap"] < 0.1 and last["accuracy"] > 0
+
+
+def test_processes_train_to_the_weights_of_one(tmp_path):
+    """Under SGD in fp32: AdamW would divide a rounding error by its own size."""
+
+    def sgd(rank):
+        import dpo as script
+
+        optim = types.SimpleNamespace(AdamW=lambda groups, fused=False: torch.optim.SGD(groups, 0.1))
+        script.torch = types.SimpleNamespace(**vars(torch) | {"optim": optim})
+
+    argv = ("--dataset", preferred(tmp_path), *DPO, "--eval_steps", 0)
+    one = train("single_fp32", tmp_path / "one", *argv, "--per_device_train_batch_size", 8, name="dpo", before=sgd)
+    two = train("fsdp_fp32", tmp_path / "two", *argv, "--per_device_eval_batch_size", 5, name="dpo", before=sgd)
+    assert distance(one, two) < 1e-4 * max(value.abs().max().item() for value in weights(one).values())
+    assert metrics(one)[-1]["log_prob_gap"] < 1e-5, "fp32 is compared with itself"
+    assert metrics(one)[-1]["reward_margin"] == pytest.approx(metrics(two)[-1]["reward_margin"], rel=1e-2)
+
+
+def test_it_learns_to_prefer(tmp_path):
+    argv = ("--dataset", preferred(tmp_path), *DPO, "--max_steps", 30, "--eval_steps", 0, "--save_steps", 0)
+    last = metrics(train("single_fp8_msamp_o2", tmp_path / "run", *argv, name="dpo"))[-1]
+    assert last["accuracy"] == 1 and last["reward_margin"] > 0.1 and last["log_prob_gap"] > 1e-4, last
+
+
+@pytest.mark.parametrize("config", ["single_bf16", "fsdp_bf16", "zero3_bf16", "single_fp8_msamp_o2"])
+def test_adapters_are_trained_and_merged(tmp_path, config):
+    """The merged model in fp32 is close to the adapted one as it trained: log_prob_gap is small."""
+    pytest.importorskip("peft", reason="not installed: peft")
+    argv = ("--dataset", preferred(tmp_path), *DPO, "--lora_rank", 8, "--learning_rate", 0.01)
+    run = train(config, tmp_path / "run", *argv, name="dpo")
+    assert not [name for name in weights(run) if "lora" in name]
+    assert metrics(run)[-1]["log_prob_gap"] < 0.2
+
+
+def test_damaged_code_has_the_letters_of_the_code():
+    code = "    return self.width + other"
+    other = dpo.damaged(code, random.Random(0))
+    assert other != code and sorted(other) == sorted(code) and len(other.split()) == len(code.split())
+    train_set, held_out = dpo.functions(96)
+    assert len(train_set) > 2000 and len(held_out) > 200
+    questions = {each[0]["content"] + each[1]["content"] for each in train_set[::2]}
+    assert not questions & {each[0]["content"] + each[1]["content"] for each in held_out[::2]}
+
+
+def test_preferences_in_messages_and_what_is_none(tmp_path):
+    said = lambda word: [{"role": "assistant", "content": word}]  # noqa: E731
+    turns = [{"role": "user", "content": "a"}, *said("b"), {"role": "user", "content": "c"}]
+    rows = [{"prompt": turns, "chosen": said("yes"), "rejected": said("no, never")}] * 9
+    (tmp_path / "turns.json").write_text(json.dumps(rows))
+    part = dpo.preferences(str(tmp_path / "turns.json"), 96)[0]
+    assert [each[-1]["content"] for each in part.rows.conversations[:2]] == ["yes", "no, never"]
+    with pytest.raises(Refused, match="16 of 16 conversations do not fit"):  # the pair of each that is too long
+        dpo.preferences(str(tmp_path / "turns.json"), 42)
+    (tmp_path / "none.json").write_text(json.dumps([{"prompt": "x", "chosen": "y"}] * 9))
+    with pytest.raises(Refused, match="has no column rejected: prompt, chosen, rejected are needed"):
+        dpo.preferences(str(tmp_path / "none.json"), 48)

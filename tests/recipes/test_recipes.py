@@ -33,6 +33,7 @@ CHOSEN = {
     "embed": ("fsdp_fp8",),
     "diffusion": ("fsdp_fp8_msamp_o2", "zero2_bf16"),
     "sft": ("fsdp_fp8",),
+    "dpo": ("fsdp_fp8",),
 }
 
 
@@ -60,6 +61,17 @@ def couples(folder, count=160):
     return folder / "couples.json"
 
 
+def preferred(folder, count=96):
+    """A .json file of prompts with two answers, of which the one in small letters is preferred."""
+    words = "red blue green grey pink white black brown gold lime teal plum".split()
+    rows = [
+        {"prompt": f"Say {word} {i}.", "chosen": f"{word} {i}", "rejected": f"{word.upper()} {i}"}
+        for i, word in zip(range(count), words * count, strict=False)
+    ]
+    (folder / "preferred.json").write_text(json.dumps(rows))
+    return folder / "preferred.json"
+
+
 def questions(folder, count=60):
     """A .json file of conversations: which word comes after another."""
     words = "one two three four five six seven".split()
@@ -81,7 +93,7 @@ def test_rehearses(tmp_path, name, config):
     if config.startswith("zero") and name == "diffusion":  # it trains one model, and the average is a second
         train(config, tmp_path / "run", *STEPS, name=name, code=2)
         assert "trains one model, the script prepares several" in (tmp_path / "run.log").read_text()
-    if "tp_" in config and name not in ("gpt", "sft"):
+    if "tp_" in config and name not in ("gpt", "sft", "dpo"):
         train(config, tmp_path / "run", *STEPS, name=name, code=2)
         assert "has no plan for tensor parallel: use recipes/gpt.py" in (tmp_path / "run.log").read_text()
         return
@@ -90,6 +102,7 @@ def test_rehearses(tmp_path, name, config):
         "bert": ("--sequence_length", 32, "--dataset", reviews(tmp_path)),
         "embed": ("--sequence_length", 32, "--dataset", couples(tmp_path)),
         "sft": ("--sequence_length", 80, "--dataset", questions(tmp_path), "--per_device_train_batch_size", 4),
+        "dpo": ("--sequence_length", 48, "--dataset", preferred(tmp_path), "--per_device_train_batch_size", 4),
         "diffusion": ("--ema_decay", 0) if config.startswith("zero") else (),
     }.get(name, ())
     run = train(config, tmp_path / "run", *STEPS, *small, name=name)
@@ -120,14 +133,20 @@ SIBLINGS = {  # lines of each recipe that may differ from the others: those abou
     "sft": r"sft|answer|lora|checkpointing|packing|skip_long|exact|labels|model: str|pretrained: bool|dataset: str|logits|loss|counts|known = |"
     r"token|import|AdamW|Literal|dtype|optimizers? ?[:=]|learning_rate: float|models\.|loading|likeliest|model = ",
 }
+SIBLINGS["dpo"] = (
+    SIBLINGS["sft"]
+    + "|"
+    + r"prefer|dpo|beta|margin|evaluate\(|chosen|batch_size: int|every_loader|prepared|reference|seed: int|set_seed\(args.seed, device|values|dropout|freeze|layer_decay|accuracy|seen"
+)
 OFTEN = {  # in vit alone, beside each: what a recipe that neither classifies nor has other optimizers does not have
     "diffusion": r"logits|pretrained|functional|no_grad|weight_decay|freeze|layer_decay|dropout|te_blocks|optimizer|partial|model\b|hits|losses\b",
     "embed": r"logits|freeze|layer_decay|dropout: float|batch_size: int|evaluate\(|losses\)|hits|partial|loss",
     "sft": r"logits|optimizer|partial|dtype|Literal|loss",
+    "dpo": r"logits|optimizer|partial|dtype|Literal|loss|hits|freeze|layer_decay|dropout|batch_size: int|evaluate\(|seed: int",
 }
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt", "bert", "embed", "diffusion", "sft"])
+@pytest.mark.parametrize("name", ["resnet", "gpt", "bert", "embed", "diffusion", "sft", "dpo"])
 def test_siblings_share_their_lines(name):
     """Recipes differ only in lines about what they train; the training loop is the same."""
     pages = [(ROOT / "recipes" / f"{each}.py").read_text().splitlines() for each in ("vit", name)]
@@ -141,14 +160,14 @@ def test_siblings_share_their_lines(name):
         assert not drifted, f"only in recipes/{each}.py:\n" + "\n".join(drifted)
     assert (
         len(own[0]) + len(own[1])
-        <= {"resnet": 16, "gpt": 50, "bert": 46, "embed": 60, "diffusion": 86, "sft": 82}[name]
+        <= {"resnet": 16, "gpt": 50, "bert": 46, "embed": 66, "diffusion": 86, "sft": 82, "dpo": 100}[name]
     )
 
 
 def test_each_recipe_is_142_lines_at_most():
     """Three of them keep the best checkpoint."""
     pages = list((ROOT / "recipes").glob("*.py"))
-    assert {page.stem for page in pages} >= {"vit", "resnet", "gpt", "bert", "embed", "diffusion", "sft"}
+    assert {page.stem for page in pages} >= {"vit", "resnet", "gpt", "bert", "embed", "diffusion", "sft", "dpo"}
     assert all(len(page.read_text().splitlines()) <= 142 for page in pages)
 
 
