@@ -77,7 +77,7 @@ def main(args: Arguments) -> None:
         train_set, eval_set = pairs.pairs(args.dataset, args.sequence_length, args.vocab_size, known)
     dtype = getattr(torch, args.dtype)
     shape = train_set.vocab_size, args.sequence_length
-    model = models.encoder(args.model, *shape, args.pretrained, args.dropout).to(dtype)
+    model = pairs.encoder(args.model, *shape, args.pretrained, args.dropout).to(dtype)
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
     optimizer = optimizers.optimizer(model, args, accelerator.device)

@@ -89,26 +89,6 @@ def bert(
     return ready(model, first_list(model), dropout)
 
 
-def encoder(
-    name: str, vocab_size: int, sequence_length: int, pretrained: bool = False, dropout: float = 0.0
-) -> "transformers.PreTrainedModel":
-    """An encoder of transformers without a head: as `bert`. The output's `last_hidden_state` is (batch, tokens,
-    width)."""
-    kind = transformers.AutoModel
-    if pretrained:
-        model = published(kind, name, sequence_length)
-    else:
-        model = kind.from_config(sized(name, BERT_SIZES, vocab_size, sequence_length))
-    return ready(without_pooler(model), first_list(model), dropout)
-
-
-def without_pooler(model: Model) -> Model:
-    """The encoder without the layer behind the outputs of its first token, which would get no gradient."""
-    if hasattr(model, "pooler"):
-        model.pooler = None  # pyrefly: ignore[bad-argument-type]
-    return model
-
-
 def sized(
     name: str, sizes: dict[str, tuple[str, int, int, int]], vocab_size: int, sequence_length: int, **options: Any
 ) -> "transformers.PreTrainedConfig":

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -123,6 +124,33 @@ def python_functions() -> "text.DatasetDict":
             code_of.setdefault(words, code)
     columns = {"docstring": list(code_of), "code": list(code_of.values())}
     return datasets.DatasetDict(train=datasets.Dataset.from_dict(columns))  # pyrefly: ignore[bad-argument-type]
+
+
+def encoder(
+    name: str, vocab_size: int, sequence_length: int, pretrained: bool = False, dropout: float = 0.0
+) -> "transformers.PreTrainedModel":
+    """An encoder of transformers without a head: one of BERT_SIZES, a published model, or a run's. The output's
+    `last_hidden_state` is (batch, tokens, width)."""
+    kind = transformers.AutoModel
+    if pretrained:
+        model = models.published(kind, name, sequence_length)
+    else:
+        model = kind.from_config(models.sized(name, models.BERT_SIZES, vocab_size, sequence_length))
+    return models.ready(without_pooler(model), models.first_list(model), dropout)
+
+
+def without_pooler(model: models.Model) -> models.Model:
+    """The encoder without the layer behind the output of its first token, which would get no gradient."""
+    if hasattr(model, "pooler"):
+        model.pooler = None  # pyrefly: ignore[bad-argument-type]
+    return model
+
+
+def as_recorded(record: dict[str, Any], folder: Path) -> nn.Module:
+    """The encoder of the run in `folder` with random weights. record: its run.json, with its data.json as "data"."""
+    if Path(folder, "model", "config.json").is_file():
+        return without_pooler(transformers.AutoModel.from_config(models.config_of(Path(folder, "model"))))
+    return encoder(record["args"]["model"], record["data"]["vocab_size"], record["data"]["sequence_length"])
 
 
 def embeddings(model: nn.Module, batch: dict[str, Tensor], waits: bool = False) -> Tensor:

@@ -15,7 +15,7 @@ from timm.models.resnet import ResNet
 
 from shared import args as options
 from shared.args import Refused
-from shared.models import bert, config_of, encoder, gpt, ready, without_pooler
+from shared.models import bert, config_of, gpt, ready
 
 VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as FP8 needs
     "vit_nano": (64, 4, 4),
@@ -145,12 +145,8 @@ def as_recorded(record: dict[str, Any], folder: str | Path) -> torch.nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config_of(saved.parent))
     if recipe == "bert" and saved.is_file():
         return transformers.AutoModelForSequenceClassification.from_config(config_of(saved.parent))
-    if recipe == "embed" and saved.is_file():
-        return without_pooler(transformers.AutoModel.from_config(config_of(saved.parent)))
     if recipe in ("gpt", "sft", "dpo"):
         return gpt(args["model"], facts["vocab_size"], facts["sequence_length"])
-    if recipe == "embed":
-        return encoder(args["model"], facts["vocab_size"], facts["sequence_length"])
     if recipe == "bert":
         return bert(args["model"], facts["vocab_size"], facts["sequence_length"], len(facts["classes"]))
     if before := own_run(args["model"]):

@@ -286,7 +286,7 @@ def export(run: Path, output: Path | None = None, step: int | None = None, max_s
 
 def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
-    from shared import diffusion, vision
+    from shared import diffusion, pairs, vision
 
     record = record_of(run)
     if "data" not in record:
@@ -302,7 +302,7 @@ def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str,
     def build() -> torch.nn.Module:
         if record["recipe"] == "diffusion":
             return diffusion.dit(record["args"]["model"], *(record["data"][key] for key in NEEDED["vit"]))
-        return vision.as_recorded(record, run)
+        return (pairs if record["recipe"] == "embed" else vision).as_recorded(record, run)
 
     try:
         with torch.device("meta"):  # the sizes may be anyone's: nothing is made that the file's tensors do not fill

@@ -74,7 +74,7 @@ def test_an_embedding_does_not_depend_on_the_padding(tmp_path):
     """Of 24 tokens or of 60: a text's embedding is the mean over its own tokens."""
     short, long = (pairs.pairs(str(couples(tmp_path)), length)[1] for length in (24, 60))
     torch.manual_seed(0)
-    model = models.encoder("bert_nano", short.vocab_size, 60).double().eval()
+    model = pairs.encoder("bert_nano", short.vocab_size, 60).double().eval()
     with torch.no_grad():
         found = [
             pairs.embeddings(model, part.__getitems__(range(8)), waits) for part in (short, long) for waits in (0, 1)

@@ -128,7 +128,7 @@ SIBLINGS = {  # lines of each recipe that may differ from the others: those abou
     r"known = |text\.|shape = |F1|learning_rate: float",
     "diffusion": r"diffus|copy|average|best|image_size|dit_|ema_decay|label_dropout|guidance|weight_decay|learning_rate|max_steps: int|seed: int|held_out|loss = |"
     r"measures|cat\(seen\)|eval_loss|samples|images\.images|shape = |noise|fused|gather_for_metrics|what images|judged\(values|import (copy|torch)$|prepared",
-    "embed": r"embed|token|text\.|vocab_size|bert|encoder|temperature|dropout: float|freeze|layer_decay|model: str|pretrained: bool|dataset: str|from shared import|queries|"
+    "embed": r"embed|pairs\.|token|text\.|vocab_size|bert|encoder|temperature|dropout: float|freeze|layer_decay|model: str|pretrained: bool|dataset: str|from shared import|queries|"
     r"similarity|own = |recall|seen\.append|known = |shape = |learning_rate: float|per_device_train_batch_size: int|evaluate\(|loss = |eval_loss",
     "sft": r"sft|answer|lora|checkpointing|packing|skip_long|exact|labels|model: str|pretrained: bool|dataset: str|logits|loss|counts|known = |"
     r"token|import|AdamW|Literal|dtype|optimizers? ?[:=]|learning_rate: float|models\.|loading|likeliest|model = ",
