@@ -21,7 +21,9 @@ RUNS = {  # recipe: config, options
     "resnet": ("single_fp32", "--dataset photos --max_steps 300"),
     "gpt": ("single_bf16", "--max_steps 800"),
     "bert": ("single_bf16", "--max_steps 300"),
+    "embed": ("single_bf16", "--max_steps 400"),
     "diffusion": ("single_bf16", "--max_steps 1500"),
+    "dpo": ("single_bf16", "--max_steps 300"),
     "sft": ("single_bf16", "--model {gpt} --pretrained --max_steps 1500 --per_device_train_batch_size 16"),
 }
 LEFT = {"gpt": "sample.txt", "diffusion": "samples-1500.png", "sft": "answers.txt"}  # what a run leaves to look at

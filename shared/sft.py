@@ -82,12 +82,18 @@ def chats(
         is_file = Path(name).suffix in (".json", ".jsonl")
         loaded = data.load(name, "tasks", "json", data_files=name) if is_file else data.load(name, "tasks", name)
         parts = [messages(part, name) for part in data.split_of(loaded, name)]
+    tokenizer = tokenizer_for(pretrained)
+    train, held_out = (encode(part, tokenizer, sequence_length, name, skip_long) for part in parts)
+    return rows(*train, tokenizer, sequence_length, packing), rows(*held_out, tokenizer, sequence_length, False)
+
+
+def tokenizer_for(pretrained: str | None) -> "text.Tokenizer":
+    """The tokenizer of that model, or of bytes, with a chat template."""
     tokenizer = text.tokenizer_of(pretrained) if pretrained else text.train_tokenizer([], 0)
     if tokenizer.eos_token_id is None:
         raise Refused(f"--model {pretrained}: its tokenizer has no end of text, which ends an answer")
     tokenizer.chat_template = tokenizer.chat_template or TEMPLATE
-    train, held_out = (encode(part, tokenizer, sequence_length, name, skip_long) for part in parts)
-    return rows(*train, tokenizer, sequence_length, packing), rows(*held_out, tokenizer, sequence_length, False)
+    return tokenizer
 
 
 def messages(part: "text.Dataset", name: str) -> list[Messages]:
@@ -108,9 +114,15 @@ def conversation(question: str, answer: str) -> Messages:
 
 
 def encode(
-    conversations: list[Messages], tokenizer: "text.Tokenizer", length: int, name: str, skip_long: bool
+    conversations: list[Messages],
+    tokenizer: "text.Tokenizer",
+    length: int,
+    name: str,
+    skip_long: bool,
+    together: int = 1,
 ) -> tuple[list[list[int]], list[list[bool]], list[Messages]]:
-    """Returns ([token ids], [whether each belongs to an answer], conversations), without those that are too long."""
+    """Returns ([token ids], [whether each belongs to an answer], conversations), without those that are too long.
+    together: so many in a row are kept or left out together."""
     if not conversations:
         raise Refused(f"--dataset {name}: a split holds no conversation: leave it out, or put some in")
     spans = [rendered(each, tokenizer, f"--dataset {name}, conversation {i}") for i, each in enumerate(conversations)]
@@ -120,6 +132,7 @@ def encode(
         for offsets, (_, answers) in zip(encoded["offset_mapping"], spans, strict=True)
     ]
     short = [len(ids) <= length + 1 for ids in encoded["input_ids"]]
+    short = [all(short[i - i % together :][:together]) for i in range(len(short))]
     if not all(short) and not skip_long or not any(short):
         longest = max(map(len, encoded["input_ids"])) - 1
         raise Refused(

@@ -141,11 +141,11 @@ def as_recorded(record: dict[str, Any], folder: str | Path) -> torch.nn.Module:
     """The model of the run in `folder` with random weights. record: own_run(folder)."""
     args, facts, recipe = record["args"], record["data"], record["recipe"]
     saved = Path(folder, "model", "config.json")
-    if recipe in ("gpt", "sft") and saved.is_file():
+    if recipe in ("gpt", "sft", "dpo") and saved.is_file():
         return transformers.AutoModelForCausalLM.from_config(config_of(saved.parent))
     if recipe == "bert" and saved.is_file():
         return transformers.AutoModelForSequenceClassification.from_config(config_of(saved.parent))
-    if recipe in ("gpt", "sft"):
+    if recipe in ("gpt", "sft", "dpo"):
         return gpt(args["model"], facts["vocab_size"], facts["sequence_length"])
     if recipe == "bert":
         return bert(args["model"], facts["vocab_size"], facts["sequence_length"], len(facts["classes"]))

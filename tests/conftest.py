@@ -109,7 +109,13 @@ def no_state_is_left():
 @functools.cache
 def recipe(name):
     """The module of recipes/<name>.py. Its model's code is imported here, not in each forked rank."""
-    for kind in {"gpt": ("gpt2", "llama"), "sft": ("gpt2", "llama"), "bert": ("bert",)}.get(name, ()):
+    for kind in {
+        "gpt": ("gpt2", "llama"),
+        "sft": ("gpt2", "llama"),
+        "dpo": ("llama",),
+        "bert": ("bert",),
+        "embed": ("bert",),
+    }.get(name, ()):
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)

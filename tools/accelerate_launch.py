@@ -157,7 +157,8 @@ def what_next(folder: Path) -> None:
         return
     lines, is_recipe = [], (folder / "data.json").exists() and recipe in find.names("recipe")
     if is_recipe:
-        what = {"gpt": '--prompt "The "', "sft": '--prompt "QUESTION"', "bert": '--prompt "TEXT"', "diffusion": ""}
+        what = {"gpt": '--prompt "The "', "sft": '--prompt "QUESTION"', "dpo": '--prompt "QUESTION"', "diffusion": ""}
+        what |= dict.fromkeys(("bert", "embed"), '--prompt "TEXT"')
         what = what.get(recipe, "FILE")
         lines.append((f"predict {folder} {what}", "use the model"))
     if (folder / "model").exists():

@@ -62,7 +62,7 @@ TE_BLOCK = {
 }
 # What data.json must have for a recipe's model, and to prepare its inputs.
 NEEDED = {"vit": ("image_size", "in_chans", "num_classes"), "bert": ("sequence_length", "classes")}
-NEEDED |= dict.fromkeys(("gpt", "sft"), ("sequence_length", "vocab_size"))
+NEEDED |= dict.fromkeys(("gpt", "sft", "dpo", "embed"), ("sequence_length", "vocab_size"))
 
 Part = Mapping[str, torch.Tensor]  # the tensors of a file
 Load = Callable[[], torch.Tensor]  # reads a tensor
@@ -149,8 +149,8 @@ def plain_tensors(files: list[Path]) -> Loads:
 
 
 def without_adapters(tensors: Loads, record: dict[str, Any]) -> Loads:
-    """`tensors` with the adapters (LoRA) of a run of recipes/sft.py merged into the weights."""
-    if record["recipe"] != "sft" or not any(".lora_A." in name for name in tensors):
+    """`tensors` with the adapters (LoRA) of a run of recipes/sft.py or dpo.py merged into the weights."""
+    if record["recipe"] not in ("sft", "dpo") or not any(".lora_A." in name for name in tensors):
         return tensors
     from shared import sft
 
@@ -286,7 +286,7 @@ def export(run: Path, output: Path | None = None, step: int | None = None, max_s
 
 def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
-    from shared import diffusion, vision
+    from shared import diffusion, pairs, vision
 
     record = record_of(run)
     if "data" not in record:
@@ -302,7 +302,7 @@ def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str,
     def build() -> torch.nn.Module:
         if record["recipe"] == "diffusion":
             return diffusion.dit(record["args"]["model"], *(record["data"][key] for key in NEEDED["vit"]))
-        return vision.as_recorded(record, run)
+        return (pairs if record["recipe"] == "embed" else vision).as_recorded(record, run)
 
     try:
         with torch.device("meta"):  # the sizes may be anyone's: nothing is made that the file's tensors do not fill
@@ -324,7 +324,7 @@ def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str,
 
 def held_out(run: Path, record: dict[str, Any], count: int) -> dict[str, torch.Tensor]:
     """{name: tensor} of the model's inputs for some held-out samples of the run's dataset."""
-    from shared import images, sft, text, vision
+    from shared import dpo, images, pairs, sft, text, vision
 
     args, recipe = record["args"], record["recipe"]
     tokenizer = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
@@ -336,6 +336,14 @@ def held_out(run: Path, record: dict[str, Any], count: int) -> dict[str, torch.T
         names = ["input_ids"]
         what = args["dataset"], args["sequence_length"], args["packing"], args["skip_long"]
         _, part = sft.chats(*what, tokenizer)
+    elif recipe == "embed":
+        _, both = pairs.pairs(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
+        rows = both.__getitems__(range(min(count, len(both))))
+        return {name: rows[name][:, 0] for name in ("input_ids", "attention_mask")}
+    elif recipe == "dpo":
+        what = args["dataset"], args["sequence_length"], args["skip_long"]
+        both = dpo.preferences(*what, tokenizer)[1]
+        return {"input_ids": both.__getitems__(range(min(count, len(both))))["input_ids"][:, 0]}
     elif recipe == "bert":
         names = ["input_ids", "attention_mask"]
         _, part = text.labelled(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
@@ -351,7 +359,8 @@ def held_out(run: Path, record: dict[str, Any], count: int) -> dict[str, torch.T
 
 
 class Logits(torch.nn.Module):
-    """Wraps a model of transformers: returns the logits for tokens and, for an encoder, the mask."""
+    """Wraps a model of transformers: returns its first output, logits or an encoder's, for tokens and, for an encoder,
+    the mask."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -359,7 +368,7 @@ class Logits(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         more = {"use_cache": False} if attention_mask is None else {"attention_mask": attention_mask}
-        return self.model(input_ids=input_ids, **more).logits
+        return self.model(input_ids=input_ids, **more)[0]
 
 
 def to_onnx(run: Path, output: Path | None = None, step: int | None = None, samples: int = 16) -> str:
@@ -376,7 +385,7 @@ def to_onnx(run: Path, output: Path | None = None, step: int | None = None, samp
     model, record, source = load(run, step)
     inputs = held_out(run, record, samples)
     sizes, shorter = {0: torch.export.Dim("batch")}, None
-    if record["recipe"] in ("gpt", "sft", "bert"):
+    if record["recipe"] in ("gpt", "sft", "dpo", "bert", "embed"):
         model, length = Logits(model).eval(), inputs["input_ids"].shape[1]
         sizes[1], shorter = torch.export.Dim("tokens", max=length), length // 2
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)

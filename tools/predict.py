@@ -1,8 +1,10 @@
-"""Predicts with a trained model: the class of images or of a text, the continuation of a text, an answer, a picture.
+"""Predicts with a trained model: the class of images or of a text, the continuation of a text, an answer, what is
+similar to a text, a picture.
 
     ./launch.sh predict runs/vit-... photo.jpg folder/      one line each: file, class, probability
     ./launch.sh predict runs/gpt-... --prompt "import "
     ./launch.sh predict runs/sft-... --prompt "Spell tree."
+    ./launch.sh predict runs/embed-... --prompt "Return the size of a file."    what of the held-out set is most similar
     ./launch.sh predict runs/diffusion-... --classes 3 7    a row of images of each class, as RUN/predict.png
 
 Images are prepared like the run's held-out images: size, channels, normalization. The weights are those of the finished
@@ -124,10 +126,11 @@ def classes(
 
 
 def of_text(args: argparse.Namespace, device: torch.device) -> str:
-    """What the model makes of --prompt: how it goes on or, from an encoder, its class and probability."""
+    """What the model makes of --prompt: how it goes on or, from an encoder, its class and probability, or
+    what is most similar to it."""
     if args.prompt is None or args.inputs:
         raise Refused(f"{args.run} was trained on texts: give it --prompt TEXT and no files")
-    from shared import sft, text
+    from shared import pairs, sft, text
 
     model, record, _ = load(args.run, args.checkpoint)
     tokenizer, length = text.tokenizer_of(str(args.run / "model")), record["data"]["sequence_length"]
@@ -135,8 +138,11 @@ def of_text(args: argparse.Namespace, device: torch.device) -> str:
         model = model.to(device)
         if record["recipe"] == "gpt":
             return text.continuation(model, tokenizer, args.prompt, args.tokens, length, args.seed)
-        if record["recipe"] == "sft":
+        if record["recipe"] in ("sft", "dpo"):
             return sft.answer(model, tokenizer, [{"role": "user", "content": args.prompt}], length, args.tokens)
+        if record["recipe"] == "embed":
+            known = record["args"]["dataset"], length, record["args"]["vocab_size"], str(args.run / "model")
+            return "\n".join(map(printable, pairs.nearest(model, pairs.pairs(*known)[1], args.prompt, device)))
         ids = torch.tensor(text.encode(tokenizer, [[args.prompt]], length), device=device)
         with torch.no_grad():
             row = model(ids).logits[0].float().softmax(-1)
@@ -198,7 +204,7 @@ def main(argv: list[str]) -> None:
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    ways = {"gpt": of_text, "sft": of_text, "bert": of_text, "diffusion": drawn}
+    ways = {"gpt": of_text, "sft": of_text, "dpo": of_text, "bert": of_text, "embed": of_text, "diffusion": drawn}
     with progress.waiting("predicts"):
         said = ways.get(record_of(args.run)["recipe"], of_images)(args, device)
     print(said)

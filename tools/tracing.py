@@ -41,7 +41,7 @@ from faithful.tensors.names import plain_names, unwrapped
 from faithful.training.clipping import GradientsElsewhere
 from faithful.training.model import trains
 from shared import args as options
-from shared import images, sft, text
+from shared import dpo, images, pairs, sft, text
 from shared.args import Refused
 from tools.fake import Memory, Watch, make_fake, without_reading, without_storage, without_values
 from tools.work import Count
@@ -92,13 +92,19 @@ def load(recipe: Path) -> ModuleType | Script:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     # Each trace begins as a run does, and reads the same data.
-    for part, name in ((images, "images"), (text, "texts"), (sft, "chats")):
+    for part, name in ((images, "images"), (text, "texts"), (sft, "chats"), (pairs, "pairs"), (dpo, "preferences")):
         if not hasattr(getattr(part, name), "remembers"):
             setattr(part, name, remembered(getattr(part, name)))
+    dpo.reference = zeros
     missing = [name for name in ("Accelerator", "Arguments", "main") if not hasattr(module, name)]
     if missing:
         raise Refused(f"{recipe.name} has no {', '.join(missing)}: it is not written as the recipes here are")
     return module
+
+
+def zeros(accelerator: accelerate.Accelerator, model: nn.Module, loader: Any) -> torch.Tensor:
+    """In place of the log-probabilities of a whole training set."""
+    return loader.dataset.reference
 
 
 def remembered(function: Callable[..., Any]) -> Callable[..., Any]:

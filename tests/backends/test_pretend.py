@@ -166,7 +166,7 @@ def test_a_trainer_under_a_single_config_takes_one_card_of_eight(gpu, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "diffusion", "sft"])
+@pytest.mark.parametrize("name", ["bert", "embed", "diffusion", "sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_no_step_of_a_recipe_waits(gpu, tmp_path, name):
     """`test_vit` and `test_gpt` see it of theirs."""
     longer = ("--sequence_length", 64) if name != "diffusion" else ()
@@ -174,12 +174,14 @@ def test_no_step_of_a_recipe_waits(gpu, tmp_path, name):
     assert waits(run) == []
 
 
-@pytest.mark.parametrize("name", ["vit", "gpt", "bert", "diffusion", "sft"])
+@pytest.mark.parametrize(
+    "name", ["vit", "gpt", "bert", pytest.param("embed", marks=pytest.mark.slow), "diffusion", "sft"]
+)
 def test_a_device_needs_no_fp64(gpu, tmp_path, name):
     """MPS has none: nothing of a run, its evaluation included, makes such a tensor on the device. (This one has no
     batch normalisation, as resnet needs it.)"""
     argv = (*SHORT, "--max_steps", 2, *(GPT if name == "gpt" else ()))
-    if name in ("bert", "sft"):
+    if name in ("bert", "embed", "sft", "dpo"):
         argv = (*argv, "--sequence_length", 64)
     run = gpu.train("single_fp32", tmp_path / "run", *argv, name=name, wear={"fp64": False})
     assert record(run)["final"]["metrics"]["eval_loss"] > 0

@@ -34,7 +34,7 @@ def test_ls_names_everything():
     groups = [block.splitlines() for block in result.stdout.split("\n\n")]
     named = {lines[0].split(":")[0]: [line.split()[0] for line in lines[1:] if line[2] != " "] for lines in groups}
     assert named["FSDP2"][:3] == ["fsdp_fp32", "fsdp_fp16", "fsdp_bf16"], "by strategy, then by precision"
-    assert named["Recipes"] == ["bert", "diffusion", "gpt", "resnet", "sft", "vit"]
+    assert named["Recipes"] == ["bert", "diffusion", "dpo", "embed", "gpt", "resnet", "sft", "vit"]
 
 
 def test_it_prints_the_line_and_becomes_it(tmp_path):
@@ -59,7 +59,7 @@ def test_it_prints_the_line_and_becomes_it(tmp_path):
     assert result.stdout.count(record(out)["evidence"]["measured"].removesuffix(" | rehearsal on a CPU")) == 1
 
 
-@pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert", "diffusion", "sft"])
+@pytest.mark.parametrize("name", ["vit", "resnet", "gpt", "bert", "embed", "diffusion", "sft", "dpo"])
 def test_help_of_a_recipe_starts_nothing(tmp_path, name):
     """With a torch that cannot be imported: what is printed comes from the lines of the recipe."""
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')")

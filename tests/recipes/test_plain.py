@@ -7,7 +7,7 @@ import sys
 import conftest
 import pytest
 from conftest import ROOT, distance, edited, train
-from test_recipes import questions, reviews
+from test_recipes import couples, preferred, questions, reviews
 
 from faithful.backends import cpu_matmul
 
@@ -18,7 +18,9 @@ SMALL = {
     "resnet": ("--dataset", "digits", "--per_device_train_batch_size", 8),
     "gpt": ("--sequence_length", 32, "--no-packing", "--gradient_accumulation_steps", 2),
     "bert": ("--sequence_length", 32, "--vocab_size", 0, "--dropout", 0.1),
+    "embed": ("--sequence_length", 32, "--per_device_train_batch_size", 8, "--dropout", 0.1),
     "diffusion": ("--per_device_train_batch_size", 8),
+    "dpo": ("--sequence_length", 48, "--per_device_train_batch_size", 4),
     "sft": (
         "--sequence_length",
         64,
@@ -29,8 +31,8 @@ SMALL = {
         "--gradient_checkpointing",
     ),
 }
-CHOSEN = {("vit", "ddp_fp32"), ("gpt", "single_bf16"), ("bert", "single_fp32"), ("resnet", "ddp_fp32"),
-          ("diffusion", "single_bf16"), ("sft", "ddp_fp32")}  # fmt: skip
+CHOSEN = {("vit", "ddp_fp32"), ("gpt", "single_bf16"), ("bert", "single_fp32"), ("embed", "ddp_fp32"), ("resnet", "ddp_fp32"),
+          ("diffusion", "single_bf16"), ("sft", "ddp_fp32"), ("dpo", "ddp_fp32")}  # fmt: skip
 
 
 def matrix():
@@ -68,6 +70,8 @@ def test_trains_to_the_same_losses_without_us(tmp_path, monkeypatch, name, confi
     argv += {
         "gpt": ("--dataset", folder, "--per_device_train_batch_size", 16),
         "bert": ("--dataset", reviews(tmp_path)),
+        "embed": ("--dataset", couples(tmp_path)),
+        "dpo": ("--dataset", preferred(tmp_path)),
         "sft": ("--dataset", questions(tmp_path)),
     }.get(name, ())
     # With torch's own 16-bit kernels, as under Accelerate alone: through fp32 the order of a sum is another.
@@ -79,7 +83,7 @@ def test_trains_to_the_same_losses_without_us(tmp_path, monkeypatch, name, confi
     env = {"ACCELERATE_USE_CPU": "true"}  # plain Accelerate forms a group of CPU processes only when told so
     theirs = train(config, tmp_path / "theirs", *argv, name=name, env=env)
     assert not (theirs / "run.json").exists() and (theirs / "checkpoint-2").exists()
-    assert len(losses(ours)) == 3 + 2 and losses(theirs) == losses(ours)
+    assert len(losses(ours)) == 3 + 2 + (name == "dpo") and losses(theirs) == losses(ours)
     assert distance(ours, theirs) == 0
 
 
@@ -99,9 +103,11 @@ def test_shared_imports_nothing_of_faithful():
         "args",
         "data",
         "diffusion",
+        "dpo",
         "images",
         "models",
         "optimizers",
+        "pairs",
         "sft",
         "text",
         "vision",

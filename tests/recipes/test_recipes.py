@@ -30,8 +30,10 @@ CHOSEN = {
     "resnet": ("fsdp_bf16", "single_fp8_msamp_o2"),
     "gpt": ("fsdp_fp8", "single_fp8_te", "ddp_fp16"),
     "bert": ("ddp_fp8", "fsdp_bf16"),
+    "embed": ("fsdp_fp8",),
     "diffusion": ("fsdp_fp8_msamp_o2", "zero2_bf16"),
     "sft": ("fsdp_fp8",),
+    "dpo": ("fsdp_fp8",),
 }
 
 
@@ -49,6 +51,25 @@ def reviews(folder, count=80):
     ]
     (folder / "reviews.csv").write_text("label,text\n" + "".join(f'{label},"{one}"\n' for label, one in rows))
     return folder / "reviews.csv"
+
+
+def couples(folder, count=160):
+    """A .json file of pairs of texts that share a number and a colour."""
+    words = "red blue green grey pink white black brown gold lime teal plum".split()
+    rows = [{"query": f"where is {words[i % 12]} {i}", "answer": f"{i} is a {words[i % 12]} one"} for i in range(count)]
+    (folder / "couples.json").write_text(json.dumps(rows))
+    return folder / "couples.json"
+
+
+def preferred(folder, count=96):
+    """A .json file of prompts with two answers, of which the one in small letters is preferred."""
+    words = "red blue green grey pink white black brown gold lime teal plum".split()
+    rows = [
+        {"prompt": f"Say {word} {i}.", "chosen": f"{word} {i}", "rejected": f"{word.upper()} {i}"}
+        for i, word in zip(range(count), words * count, strict=False)
+    ]
+    (folder / "preferred.json").write_text(json.dumps(rows))
+    return folder / "preferred.json"
 
 
 def questions(folder, count=60):
@@ -72,7 +93,7 @@ def test_rehearses(tmp_path, name, config):
     if config.startswith("zero") and name == "diffusion":  # it trains one model, and the average is a second
         train(config, tmp_path / "run", *STEPS, name=name, code=2)
         assert "trains one model, the script prepares several" in (tmp_path / "run.log").read_text()
-    if ("tp_" in config or "_sp_" in config) and name not in ("gpt", "sft"):
+    if "tp_" in config and name not in ("gpt", "sft", "dpo") or "_sp_" in config and name not in ("gpt", "sft"):
         train(config, tmp_path / "run", *STEPS, name=name, code=2)
         why = "has no plan for tensor parallel" if "tp_" in config else "is no ...ForCausalLM of transformers"
         assert f"{why}: use recipes/gpt.py" in (tmp_path / "run.log").read_text()
@@ -80,7 +101,9 @@ def test_rehearses(tmp_path, name, config):
     small = {
         "gpt": ("--sequence_length", 32, "--dataset", ROOT / "shared"),
         "bert": ("--sequence_length", 32, "--dataset", reviews(tmp_path)),
+        "embed": ("--sequence_length", 32, "--dataset", couples(tmp_path)),
         "sft": ("--sequence_length", 80, "--dataset", questions(tmp_path), "--per_device_train_batch_size", 4),
+        "dpo": ("--sequence_length", 48, "--dataset", preferred(tmp_path), "--per_device_train_batch_size", 4),
         "diffusion": ("--ema_decay", 0) if config.startswith("zero") else (),
     }.get(name, ())
     run = train(config, tmp_path / "run", *STEPS, *small, name=name)
@@ -106,16 +129,25 @@ SIBLINGS = {  # lines of each recipe that may differ from the others: those abou
     r"known = |text\.|shape = |F1|learning_rate: float",
     "diffusion": r"diffus|copy|average|best|image_size|dit_|ema_decay|label_dropout|guidance|weight_decay|learning_rate|max_steps: int|seed: int|held_out|loss = |"
     r"measures|cat\(seen\)|eval_loss|samples|images\.images|shape = |noise|fused|gather_for_metrics|what images|judged\(values|import (copy|torch)$|prepared",
+    "embed": r"embed|pairs\.|token|text\.|vocab_size|bert|encoder|temperature|dropout: float|freeze|layer_decay|model: str|pretrained: bool|dataset: str|from shared import|queries|"
+    r"similarity|own = |recall|seen\.append|known = |shape = |learning_rate: float|per_device_train_batch_size: int|evaluate\(|loss = |eval_loss",
     "sft": r"sft|answer|lora|checkpointing|packing|skip_long|exact|labels|model: str|pretrained: bool|dataset: str|logits|loss|counts|known = |"
     r"token|import|AdamW|Literal|dtype|optimizers? ?[:=]|learning_rate: float|models\.|loading|likeliest|model = ",
 }
+SIBLINGS["dpo"] = (
+    SIBLINGS["sft"]
+    + "|"
+    + r"prefer|dpo|beta|margin|evaluate\(|chosen|batch_size: int|every_loader|prepared|reference|seed: int|set_seed\(args.seed, device|values|dropout|freeze|layer_decay|accuracy|seen"
+)
 OFTEN = {  # in vit alone, beside each: what a recipe that neither classifies nor has other optimizers does not have
     "diffusion": r"logits|pretrained|functional|no_grad|weight_decay|freeze|layer_decay|dropout|te_blocks|optimizer|partial|model\b|hits|losses\b",
+    "embed": r"logits|freeze|layer_decay|dropout: float|batch_size: int|evaluate\(|losses\)|hits|partial|loss",
     "sft": r"logits|optimizer|partial|dtype|Literal|loss",
+    "dpo": r"logits|optimizer|partial|dtype|Literal|loss|hits|freeze|layer_decay|dropout|batch_size: int|evaluate\(|seed: int",
 }
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt", "bert", "diffusion", "sft"])
+@pytest.mark.parametrize("name", ["resnet", "gpt", "bert", "embed", "diffusion", "sft", "dpo"])
 def test_siblings_share_their_lines(name):
     """Recipes differ only in lines about what they train; the training loop is the same."""
     pages = [(ROOT / "recipes" / f"{each}.py").read_text().splitlines() for each in ("vit", name)]
@@ -127,13 +159,16 @@ def test_siblings_share_their_lines(name):
         known = SIBLINGS[each] + ("|" + OFTEN[name] if each == "vit" and name in OFTEN else "")
         drifted = [line for line in lines if not re.search(known, line)]
         assert not drifted, f"only in recipes/{each}.py:\n" + "\n".join(drifted)
-    assert len(own[0]) + len(own[1]) <= {"resnet": 16, "gpt": 50, "bert": 46, "diffusion": 86, "sft": 82}[name]
+    assert (
+        len(own[0]) + len(own[1])
+        <= {"resnet": 16, "gpt": 50, "bert": 46, "embed": 66, "diffusion": 86, "sft": 82, "dpo": 100}[name]
+    )
 
 
 def test_each_recipe_is_142_lines_at_most():
     """Three of them keep the best checkpoint."""
     pages = list((ROOT / "recipes").glob("*.py"))
-    assert {page.stem for page in pages} >= {"vit", "resnet", "gpt", "bert", "diffusion", "sft"}
+    assert {page.stem for page in pages} >= {"vit", "resnet", "gpt", "bert", "embed", "diffusion", "sft", "dpo"}
     assert all(len(page.read_text().splitlines()) <= 142 for page in pages)
 
 
@@ -431,9 +466,10 @@ def test_resnet_on_small_images_keeps_its_resolution():
     assert vision.resnet("resnet18", 224, 3, 10).conv1.stride == (2, 2)
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert"])
+@pytest.mark.parametrize("name", ["gpt", "bert", "embed"])
 def test_a_resumed_run_of_texts_is_the_same_run(ragged, tmp_path, name):
-    argv = ("--dataset", ragged if name == "gpt" else reviews(tmp_path), "--sequence_length", 32, "--dropout", 0.1)
+    made = {"gpt": lambda _: ragged, "bert": reviews, "embed": couples}[name](tmp_path)
+    argv = ("--dataset", made, "--sequence_length", 32, "--dropout", 0.1)
     argv += ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 3)
     whole = train("ddp_bf16", tmp_path / "whole", *argv, "--save_total_limit", 3, name=name)
     part = tmp_path / "part"

@@ -1,0 +1,140 @@
+"""Train an encoder whose embeddings of a text and of what belongs to it are close: a bi-encoder, for search.
+
+    accelerate launch --config_file accelerate_configs/fsdp_bf16.yml recipes/embed.py --model bert_small
+
+What is trained is here; how it is trained (precision, processes, sharding) is in the YAML only.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from faithful import Accelerator  # noqa: E402
+from shared import args as options  # noqa: E402
+from shared import data, models, optimizers, pairs, text  # noqa: E402
+
+
+@dataclass
+class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
+    # what is trained
+    dataset: str = "python_functions"  # python_functions, a Hub dataset of pairs, or a .csv or .json file
+    sequence_length: int = 64  # tokens; longer texts are truncated
+    vocab_size: int = 4096  # of a byte-level BPE trained on the dataset; 0 means bytes
+    model: str = "bert_nano"  # bert_nano, bert_small, bert_base
+    pretrained: bool = False  # start from the weights and tokenizer of --model, a Hub name or the folder of a run
+    temperature: float = 0.05  # similarities count by 1 over this
+    dropout: float = 0.1  # probability, in every dropout layer of the model
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
+    # optimization
+    optimizer: Literal["adamw", "sgd", "adamw_8bit", "adamw_bf16", "adafactor", "muon"] = "adamw"  # sgd: momentum 0.9
+    learning_rate: float = 1e-3  # peak, after the warm-up; about 5e-5 with --pretrained
+    weight_decay: float = 0.05  # decoupled in AdamW
+    warmup_steps: int = 30  # optimizer steps of linear warm-up
+    lr_scheduler_type: options.Schedule = "cosine"  # after the warm-up: to zero, or constant
+    max_steps: int = 300  # optimizer steps
+    num_train_epochs: float | None = None  # epochs, in place of max_steps
+    per_device_train_batch_size: int = 64  # samples per process and micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches per optimizer step
+    max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 means no clipping
+    grad_scaler: str = ""  # for fp16: init_scale=65536,growth_factor=2,backoff_factor=0.5,growth_interval=2000
+    seed: int = 0  # of weights, sample order and dropout
+
+
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader, args: Arguments) -> dict[str, float]:
+    """Mean loss and recall at 10 of each held-out text among all of them, and the recall of TF-IDF."""
+    seen = []
+    model.eval()
+    for batch in options.with_bar(loader, accelerator.is_main_process):
+        with torch.no_grad():
+            queries, answers = pairs.embeddings(model, batch, args.pretrained)
+        seen.append(accelerator.gather_for_metrics((queries, answers)))
+    model.train()
+    queries, answers = (torch.cat(values).cpu().double() for values in zip(*seen, strict=True))
+    assert len(queries) == len(loader.dataset), f"evaluated {len(queries)} samples of {len(loader.dataset)}"
+    similarity = queries @ answers.T
+    loss = F.cross_entropy(similarity / args.temperature, torch.arange(len(queries)))
+    return {"eval_loss": loss.item(), "recall_at_10": pairs.recall(similarity)} | pairs.to_beat(loader.dataset)
+
+
+def main(args: Arguments) -> None:
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=options.trackers(args.report_to),
+        project_config=ProjectConfiguration(args.output_dir, total_limit=args.save_total_limit),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
+        kwargs_handlers=options.grad_scaler(args.grad_scaler),
+    )
+    set_seed(args.seed, deterministic=args.deterministic)
+    with accelerator.main_process_first():
+        known = models.model_folder(args.model) if args.pretrained else None
+        train_set, eval_set = pairs.pairs(args.dataset, args.sequence_length, args.vocab_size, known)
+    dtype = getattr(torch, args.dtype)
+    shape = train_set.vocab_size, args.sequence_length
+    model = pairs.encoder(args.model, *shape, args.pretrained, args.dropout).to(dtype)
+    set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
+
+    optimizer = optimizers.optimizer(model, args, accelerator.device)
+    lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
+    progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()}, accelerator, args)
+    order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
+    loading = data.loading(args.dataloader_num_workers, dtype)
+    train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
+    eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+    accelerator.register_for_checkpointing(progress, lr_scheduler)
+    if args.resume_from_checkpoint:
+        accelerator.load_state(None if args.resume_from_checkpoint == "latest" else args.resume_from_checkpoint)
+    accelerator.init_trackers("embed", options.given(args))
+    output_dir = data.describe(accelerator, train_set)
+
+    model.train()
+    batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
+    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
+    while progress.step < args.max_steps:
+        if progress.due(args.eval_steps):
+            accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader, args)), step=progress.step)
+        losses = []
+        for _ in range(args.gradient_accumulation_steps):
+            batch = next(batches)
+            with accelerator.accumulate(model):
+                queries, answers = pairs.embeddings(model, batch, args.pretrained)
+                similarity = queries @ pairs.gathered(accelerator, answers).T  # to the answers of all processes
+                own = torch.arange(len(queries), device=queries.device) + accelerator.process_index * len(queries)
+                loss = F.cross_entropy(similarity / args.temperature, own)
+                accelerator.backward(loss)
+                losses.append(loss.detach())
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or torch.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+        progress.batch += 1
+        if accelerator.optimizer_step_was_skipped:  # fp16's gradient scaler saw an overflow
+            continue
+        progress.step += 1
+        bar.update()
+        if progress.step == args.max_steps or (args.logging_steps and progress.step % args.logging_steps == 0):
+            loss = accelerator.gather(torch.stack(losses)).mean().item()
+            values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
+            accelerator.log(values, step=progress.step)
+            bar.set_postfix(loss=loss)
+        lr_scheduler.step()
+        if args.save_steps and progress.step % args.save_steps == 0:
+            accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
+    bar.close()
+    accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader, args)), step=progress.step)
+    if progress.load_best():
+        accelerator.log(evaluate(accelerator, model, eval_loader, args), step=progress.step)
+    accelerator.save_model(model, f"{output_dir}/model")
+    text.leave(accelerator, model, train_set, output_dir)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(options.parse(Arguments))
