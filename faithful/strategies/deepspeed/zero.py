@@ -206,7 +206,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         def backward(loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
             if (gradient := kwargs.pop("gradient", None)) is not None:
                 loss = (loss * gradient).sum()
-            guard.refuse_options(kwargs.keys() - {"retain_graph"})
+            guard.refuse_options(kwargs.keys() - {"retain_graph", "scale_wrt_gas"})
             engine.set_gradient_accumulation_boundary(sync_gradients)
             self._in_backward = True
             with held.working(), added_up(zero):
