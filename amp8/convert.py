@@ -320,8 +320,9 @@ class State:
             gradient.consume()
         if self.comm is not None:
             self.comm.finished = any(gradient.pending for gradient in self.gradients)
-            if self.sharded:
-                self.comm.gather_weights([g.linear for g in self.gradients if g.linear.weight.requires_grad])
+            trained = [gradient.linear for gradient in self.gradients if gradient.linear.weight.requires_grad]
+            if self.sharded and trained:
+                self.comm.gather_weights(trained)
         self.update_scales()
 
     def update_scales(self) -> None:

@@ -60,6 +60,8 @@ TABLE = {  # what is changed: why
         "it cannot be resumed within an epoch, and slices batches of an evaluation, whose attention does not exchange",
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers":
         "it puts Ulysses into all models of the process, and takes masks away, of evaluations too",
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS":
+        "under zero3_sp the attention of the prepared model exchanges slices for heads while it trains",
     "deepspeed.runtime.lr_schedules:VALID_LR_SCHEDULES":
         "the names of schedulers that DeepSpeed's engine steps; a DummyScheduler's function may make others",
     "transformers.integrations.deepspeed:HfTrainerDeepSpeedConfig.fill_match":

@@ -49,7 +49,7 @@ def all_ranks_called(what: str, needed: bool = False) -> bool:
     """Whether all processes make this call, which is no collective. The others wait for the main process's answer. The
     main process waits COMES seconds for them (1 second when that was in vain before), or until one has ended or waits
     in another call; a process that comes later gets False. needed: the main process cannot go on alone, so it waits for
-    a slow process nearly as long as for a collective, and says which one is missing."""
+    a slow one, which does not wait elsewhere, nearly as long as for a collective, and says which one is missing."""
     global waits
     import torch.distributed as dist
 
@@ -98,7 +98,7 @@ def others_come(call: str, what: str, needed: bool) -> bool:
         if any(where and where != call and where not in judged for where in at.values()):  # ended, or in another call
             return False
         waited = time.monotonic() - began
-        if waited > longest:
+        if waited > longest or (needed and waited > STANDS and apart()):
             impatient.add(kind)
             return False
         if needed and waited > COMES and not said:

@@ -482,6 +482,21 @@ def test_no_process_group_is_made(rank, world):
     assert dist.get_pg_count() == before
 
 
+@on_ranks(2)
+def test_converted_weights_may_all_be_frozen(rank, world):
+    """As those of a model that adapters train."""
+    model = seeded_model(build)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name)
+    model, optimizer = start(model, "O3", ddp=True)
+    before = weights_of(model)
+    loss_of(model, *batch_of(rank)).backward()
+    optimizer.step()
+    after = weights_of(model)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if name.endswith("bias")}
+
+
 def volume(rank, world, level, passes=1):
     """Returns the bytes sent after each of three steps, and their dtypes."""
     model, optimizer = start(linears(*[64] * 5, 10, bias=False), level, ddp=True)

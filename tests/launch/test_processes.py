@@ -525,6 +525,31 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
     assert record(tmp_path / "run")["error"] == line[7:]
 
 
+def test_a_save_by_the_main_process_alone_is_refused_when_the_others_wait_elsewhere(tmp_path):
+    def script():
+        from faithful import Accelerator
+        from faithful.launch import rank_sync
+
+        rank_sync.LOOKS, rank_sync.STANDS = 0.1, 1
+        accelerator = Accelerator(project_dir=sys.argv[2])
+        model = torch.nn.Linear(512, 512)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        accelerator.backward(model(torch.ones(1, 512)).sum())
+        optimizer.step()
+        if accelerator.is_main_process:
+            accelerator.save_state()
+        model(torch.ones(1, 512))
+
+    ranks, end = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=script), time.time() + 60
+    while record(tmp_path / "run").get("error") is None if (tmp_path / "run/run.json").is_file() else True:
+        assert time.time() < end, ranks.text()
+        time.sleep(0.05)
+    ranks.kill()  # as the launcher does with the others
+    ranks.wait()
+    says = "refused: the main process alone calls save_state, but each process holds a part of the run: call it on all"
+    assert says in ranks.text() and "none can go on" not in ranks.text()
+
+
 def test_a_process_that_waits_in_a_backward_pass_is_seen(tmp_path):
     """Process 0 alone uses a part of the model, whose gradient DDP averages there; process 1 is in another call."""
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from faithful.plan import Plan
 
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+ATTENTION = "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS"  # a row of patches.py
 
 
 class SequenceParallel(ZeRO):
@@ -274,5 +275,6 @@ def exchange_heads(model: Any, size: int) -> Any:
         return ulysses(module, query, key, value, None, **more)
 
     attention.usual = usual  # pyrefly: ignore[missing-attribute]
+    patches.undo_with(ATTENTION, lambda: ALL_ATTENTION_FUNCTIONS.__setitem__(name, usual))
     ALL_ATTENTION_FUNCTIONS[name] = attention
     return groups

@@ -266,6 +266,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         """Makes the engine clip in its step. Returns the gradient norm over all processes."""
         zero: Zero = cast("DeepSpeedEngine", self.engine).optimizer
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        if not given:  # as torch does
+            return torch.zeros(())
         if given != {id(p) for group in groups(zero) for p in group if p.requires_grad}:
             raise Refused(
                 f"clip_grad_norm_ is called for a part of the parameters, {self.plan.strategy} clips all by one "
