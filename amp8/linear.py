@@ -262,7 +262,7 @@ class FP8Linear(nn.Linear):
             port = self.port_for(dtype)
         if self.sharding is not None:
             if codes is None or codes.dtype != scaling.E4M3:
-                raise CodesRead(f"{self.name} has a weight that is not converted: assign or cast none after initialize")
+                raise CodesRead(f"{self.name} has a plain weight: don't cast the model or assign a weight now")
             weight_scale = weight_scale * FP16_TO_E4M3
         rows = input.reshape(-1, input.shape[-1])
         with torch.no_grad():

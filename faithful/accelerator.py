@@ -72,7 +72,7 @@ class Accelerator(accelerate.Accelerator):
         launcher.keep_timeout()
         super().__init__(**merged)
         patches.replace("accelerate.optimizer:is_lomo_available", is_lomo_available)
-        patches.replace("accelerate.utils.other:is_deepspeed_available", lambda: "deepspeed" in sys.modules)
+        patches.replace("accelerate.utils.other:is_deepspeed_available", lambda: bool(sys.modules.get("deepspeed")))
         if self.plan.rehearsal:
             patches.ignore_warning("'pin_memory' argument is set as true but no accelerator is found")
         if self.plan.rehearsal and self.plan.precision != "fp32":

@@ -102,9 +102,7 @@ def main(args: Arguments) -> None:
         if progress.due(args.eval_steps):
             accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
         # Accelerate and DDP average over batches. Dividing by this makes the loss a mean over all tokens of the step.
-        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * data.samples_per_process(
-            accelerator, args
-        )
+        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * text.own_samples(accelerator, args)
         losses = []
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)

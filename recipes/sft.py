@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
 from shared import args as options  # noqa: E402
-from shared import data, models, sft  # noqa: E402
+from shared import data, models, sft, text  # noqa: E402
 
 
 @dataclass
@@ -103,9 +103,7 @@ def main(args: Arguments) -> None:
         if progress.due(args.eval_steps):
             accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
         # Accelerate and DDP average over batches. Dividing by this makes the loss a mean over all tokens of the step.
-        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * data.samples_per_process(
-            accelerator, args
-        )
+        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * text.own_samples(accelerator, args)
         losses = []
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)

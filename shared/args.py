@@ -73,10 +73,9 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "dataloader_num_workers": (0, 1024), "image_size": (1, 1 << 16), "freeze": (0, None), "layer_decay": (0, 1),
     "dropout": (0, 1), "label_dropout": (0, 1), "skip_broken": (0, None), "learning_rate": (0, None),
     "weight_decay": (0, None), "ema_decay": (0, 1), "warmup_steps": (0, None), "max_steps": (1, None),
-    "num_train_epochs": (0.001, None),
+    "num_train_epochs": (0.001, None), "temperature": (1e-3, None), "beta": (1e-6, None),
     "gradient_accumulation_steps": (1, None), "max_grad_norm": (0, None), "guidance": (0, None),
     "sequence_length": (1, 1 << 24), "vocab_size": (0, 1 << 24), "lora_rank": (0, 1 << 16), "lora_alpha": (1, None),
-    "temperature": (1e-3, None), "beta": (1e-6, None),
     "seed": (0, 2**31 - 1),  # NumPy takes 32 bits, and Accelerate may add the number of a process
     "init_scale": (1e-30, None), "growth_factor": (1.000001, None),
     "backoff_factor": (1e-30, 0.999999), "growth_interval": (1, None),

@@ -149,11 +149,6 @@ def global_batch_size(accelerator: Accelerator, args: Any) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * (accelerator.num_processes // sharing)
 
 
-def samples_per_process(accelerator: Accelerator, args: Any) -> float:
-    """Samples of a micro-batch that a process computes. In sequence parallel it computes a slice of each."""
-    return args.per_device_train_batch_size / getattr(accelerator.parallelism_config, "sp_size", 1)
-
-
 def lr_scheduler(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, args: Any, length: int
 ) -> torch.optim.lr_scheduler.LRScheduler:

@@ -71,6 +71,11 @@ class Text(torch.utils.data.Dataset):
         return digest.hexdigest()
 
 
+def own_samples(accelerator: Accelerator, args: Any) -> float:
+    """Samples of a micro-batch that a process computes. In sequence parallel it computes a slice of each."""
+    return args.per_device_train_batch_size / getattr(accelerator.parallelism_config, "sp_size", 1)
+
+
 def encode(tokenizer: "Tokenizer", columns: list[list[str]], length: int) -> list[list[int]]:
     """Token ids of texts or pairs, with a published encoder's special tokens, or with our END before each text."""
     if tokenizer.cls_token is None:

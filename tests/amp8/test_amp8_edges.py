@@ -162,7 +162,7 @@ def test_a_gathered_weight_has_no_gradient_of_its_own(rank, world):
 @on_ranks(2)
 def test_a_sharded_model_that_is_cast_is_refused(rank, world):
     model, _ = start(fully_shard(linears(32, 32)))
-    with pytest.raises(RuntimeError, match="has a weight that is not converted: assign or cast none"):
+    with pytest.raises(RuntimeError, match="has a plain weight: don't cast the model"):
         model.bfloat16()(torch.ones(16, 32))
 
 

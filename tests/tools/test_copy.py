@@ -166,7 +166,7 @@ def test_there_is_little_to_read(tmp_path, name, capsys):
     # Of these, 70 lines keep what strangers' files ask for from being built or written: the sizes in a config.json
     # (models.py), the place in the data of a checkpoint and files that are replaced in one step (data.py).
     # dpo has parts of sft.py and pairs.py; 12 lines of sft.py are for pairs of conversations.
-    most = {"sft": 1625, "embed": 1600, "dpo": 1975}.get(name, 1550)
+    most = {"sft": 1630, "embed": 1600, "dpo": 1975}.get(name, 1550)
     assert int(files) <= 11 + (name == "dpo") and int(lines.replace(",", "")) <= most
 
 
