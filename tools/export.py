@@ -102,8 +102,11 @@ def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
             raise Refused(f"{run} has no checkpoint-{step}: there are steps {', '.join(steps) or 'none'}")
         folders = [folders[steps.index(str(step))]]
     for folder in folders:
-        reason = checkpoints.unsound(folder)
-        files = {} if reason else checkpoints.files_of_ranks(folder)
+        reason, files = checkpoints.unsound(folder), {}
+        try:
+            files = {} if reason else checkpoints.files_of_ranks(folder)
+        except FileNotFoundError:
+            reason = "the run that still trains has removed it"
         missing = next((n for n in range(checkpoints.ranks_that_saved(folder)) if n not in files), None)
         if STRATEGIES[strategy].replicates and record["plan"]["level"] != "o3":
             missing = None  # each process had the same weights
