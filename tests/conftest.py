@@ -34,6 +34,7 @@ CONFIGS = ROOT / "accelerate_configs"
 SCRIPTS = ROOT / "tests" / "scripts"  # that tests launch, and whose functions they give to Ranks
 sys.path += [str(ROOT), str(SCRIPTS)]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # its pool of processes, from before a fork, never answers a rank
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from faithful import plan  # noqa: E402

@@ -579,6 +579,7 @@ def test_compiles_without_breaks_or_recompiles(tmp_path, name):
         from faithful.ending import Run
 
         dynamo.config.error_on_recompile = False
+        dynamo.utils.counters.clear()  # of the tests before, in the process that was forked
         update, close, seen = Accelerator.after_update, Run.close, {}
 
         def counted(self, optimizer):
