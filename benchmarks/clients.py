@@ -102,7 +102,7 @@ OTHERS = {
     "unconditional": example("diffusers", "unconditional_image_generation/train_unconditional",
         """--train_data_dir digits/train --model_config_name_or_path small-unet --resolution 32 --train_batch_size 4
         --num_epochs 1 --save_images_epochs 9 --use_ema --ddpm_num_inference_steps 2 --ddpm_num_steps 20
-        --eval_batch_size 2 --lr_warmup_steps 0 --learning_rate 1e-3 --output_dir OUT"""),
+        --eval_batch_size 2 --lr_warmup_steps 0 --learning_rate 3e-3 --output_dir OUT"""),
     "dreambooth": diffusion("dreambooth/train_dreambooth", """--instance_data_dir instances/train
         --instance_prompt thedog --train_text_encoder --checkpointing_steps 2"""),
     "textual_inversion": diffusion("textual_inversion/textual_inversion", """--train_data_dir instances/train

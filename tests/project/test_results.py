@@ -100,8 +100,8 @@ def test_scripts_of_others_run_as_their_config_says_or_are_refused_in_one_line()
     assert {row["config"] for row in rows} == configs | {"single_fp32", "ddp_fp32", "zero2_bf16", "fsdp_fp8_msamp_o2"}
     assert {row["outcome"] for row in rows} <= {"ran", "refused"} and len({row["client"] for row in rows}) >= 7
     refused = {(row["client"], row["config"]) for row in rows if row["config"] in configs and row["outcome"] != "ran"}
-    # an average of weights by the main process alone, and what DDP does not find in a BatchEncoding
-    assert refused == {("diffusion", "fsdp_bf16"), ("diffusion", "hsdp_bf16"), ("sentences_cross", "ddp_bf16")}
+    # an average of weights by the main process alone
+    assert refused == {("diffusion", "fsdp_bf16"), ("diffusion", "hsdp_bf16")}
     assert all(row["same_weights_as_under_accelerate"] for row in rows if row["config"] == "single_fp32")
     assert all(
         row["equal_weights"] for row in rows if row["outcome"] == "ran" and row["config"] in ("ddp_bf16", "ddp_fp8")
@@ -129,8 +129,9 @@ def test_a_saved_tensor_that_never_moved_is_found_and_rounding_is_no_move(tmp_pa
 
 def test_each_tensor_that_a_trainer_saves_has_moved_as_far_as_in_fp32_on_one_device():
     rows = [row for row in result("clients")["rows"] if "moved" in row]
-    clients = {"causal", "sft", "trl_dpo", "trl_kto", "sentences", "sentences_cached", "sentences_cross"}
-    assert {row["client"] for row in rows} == clients and len(rows) >= 50
+    clients = """causal sft trl_dpo trl_kto trl_grpo trl_reward sentences sentences_cached sentences_cross
+                 text_to_image text_to_image_lora dreambooth unconditional controlnet"""
+    assert {row["client"] for row in rows} == set(clients.split()) and len(rows) >= 125
     assert all(row["tensors"] >= 20 and row["outcome"] == "ran" for row in rows)
     least, most = min(row["moved"][0] for row in rows), max(row["moved"][1] for row in rows)
     assert least > 0.5 and most < 2
@@ -154,12 +155,7 @@ def test_what_was_tried_is_in_the_files():
     for config, ran, refused in said:
         outcomes = [row["outcome"] for row in rows if row["config"] == config]
         assert (outcomes.count("ran"), outcomes.count("refused")) == (int(ran), int(refused)), config
-    gone = ("parameters are in bfloat16", "used without calling lm_head")
-    earlier = [row for row in rows if row["config"] in {config for config, *_ in said} and "date" not in row]
-    shown = [row for row in earlier if "why" in row]
-    assert (
-        len(said) == 7 and f"{sum(any(text in row['why'] for text in gone) for row in shown)} of the refusals" in page
-    )
+    assert len(said) == 7
     assert f"{result('peer_tests')['passed']['tests']} pass" in page
     estimates = result("estimate")["rows"]
     assert f"In all {len(estimates)} real runs" in (ROOT / "docs" / "compare.md").read_text()
