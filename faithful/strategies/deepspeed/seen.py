@@ -66,7 +66,7 @@ def of_its_shape(parameter: Partitioned) -> torch.Tensor:
 
 def held_of(parameter: object) -> "Held | None":
     """What an engine holds of a parameter that the script uses: not the engine itself, and no hook of a pass."""
-    reference = vars(parameter).get("held") if isinstance(parameter, nn.Parameter) else None
+    reference = vars(parameter).get("ds_held") if isinstance(parameter, nn.Parameter) else None
     held = reference() if reference else None
     return None if held is None or held.at_work or torch._C._current_graph_task_id() != -1 else held
 
@@ -110,7 +110,7 @@ def get_status(parameter: Partitioned) -> Any:
 def set_status(parameter: Partitioned, status: Any) -> None:
     """DeepSpeed releases a parameter, or has gathered it."""
     vars(parameter)["ds_status"] = status
-    if "held" in vars(parameter) and type(parameter) in (nn.Parameter, Released):  # no class of a package's own
+    if "ds_held" in vars(parameter) and type(parameter) in (nn.Parameter, Released):  # no class of a package's own
         parameter.__class__ = Released if status.name == "NOT_AVAILABLE" else nn.Parameter
         if status.name == "AVAILABLE":
             parameter.gathered_at = parameter._version
@@ -159,7 +159,7 @@ class Held:
             # With `_hp_grad` DeepSpeed's safe_get_full_grad asks this function, and does not look at `.grad`.
             parameter._hp_grad = True
             parameter.get_full_hp_grad = functools.partial(gradient, weakref.ref(parameter))
-            parameter.held = weakref.ref(self)
+            parameter.ds_held = weakref.ref(self)
             if hasattr(parameter, "ds_status"):
                 parameter.ds_status = parameter.ds_status
                 parameter.partition = functools.partial(released_after, parameter, parameter.partition)
@@ -227,7 +227,7 @@ class Held:
 def gradient(reference: "weakref.ref[Partitioned]") -> torch.Tensor | None:
     """The averaged gradient of a parameter in fp32, whole; None if there is none. Every process calls it."""
     parameter: Partitioned = reference()
-    held = parameter.held()
+    held = parameter.ds_held()
     if id(parameter) not in held.reached:
         return None
     guard.refuse_between_passes(held.whole)
