@@ -1,6 +1,6 @@
 """What FP8 costs a GPU beside its products, as far as it can be known without one.
 
-    python benchmarks/speed.py --output results/speed.json [--only layers]
+    python benchmarks/speed.py --output results/speed.json [--only layers compiled launches]
 
 layers    a Linear layer's forward and backward pass, and an update of AdamW, on the pretended GPU of
           tests/pretend.py: launches of torch's operators, compiled functions (MS-AMP's kernels count as such, each
@@ -8,9 +8,14 @@ layers    a Linear layer's forward and backward pass, and an update of AdamW, on
 compiled  kernels of an MS-AMP layer's two passes in the code that torch's compiler generates for an H100; those of
           the whole layer alone, which are fewer in a block, where casts are part of the kernels before them.
           And of an update of any number of layers, beside the one of Adam
+launches  kernels, copies and fills of a whole step under O2, of fp8_speed.py's Llama and ViT with compiled blocks:
+          in the code of the blocks and of amp8's compiled functions, amp8's own kernels, and torch's operators, one
+          each. What libraries launch inside of one operator is not seen (an H200: a fill for each FP8 product, and
+          one for each sum of the compiler's code). `garbled`: of the code that this test of triton#11111 finds
 """
 
 import contextlib
+import functools
 import json
 import re
 import subprocess
@@ -245,7 +250,123 @@ def garbled(code):
     return [re.match(r"'(\w+)'", text)[1] for text in wrong]
 
 
-PARTS = {"layers": layers, "compiled": compiled}
+# ----------------------------------------------------------------------------------------------------------- launches
+
+
+def launches():
+    """{model: {where launches come from: their number}}. As in `compiled`, nothing runs."""
+    without_a_driver()
+    import torch
+
+    import amp8
+    from amp8 import kernels
+
+    nothing = {"get_rng_state": lambda *_: torch.empty(0), "set_rng_state": lambda *_: None,
+               "is_current_stream_capturing": lambda: False, "_exchange_device": lambda *_: 0,
+               "_maybe_exchange_device": lambda *_: 0}  # fmt: skip
+    cuda = mock.patch.multiple(torch.cuda, **seen(), **nothing)
+    with cuda, mock.patch.object(torch.accelerator, "is_available", lambda: False):
+        return {model: of_step(model, torch, amp8, kernels) for model in ("llama", "vit")}
+
+
+COUNTED, COUNTING = {}, [False]  # of a step, also by functions that are compiled once for both models
+
+
+def of_step(model, torch, amp8, kernels):
+    import fp8_speed
+    import pretend
+    from torch._inductor import compile_fx, config
+    from torch._inductor.fx_passes import joint_graph
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for_an_h100()
+    found, counting = COUNTED, COUNTING
+    found.update(dict.fromkeys(("compiled", "own", "torch", "products"), 0))
+    real = {"dispatch": FakeTensorMode.dispatch, "tensor": torch.tensor, "item": torch.Tensor.item}
+
+    def dispatch(mode, func, types, args=(), kwargs=None):
+        out = real["dispatch"](mode, func, types, args, kwargs or {})
+        if counting[0] and isinstance(func, torch._ops.OpOverload) and not func.is_view:
+            name = func._schema.name.split("::")[1]
+            tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+            if name not in pretend.FREE | {"device"} and any(t.is_cuda for t in tensors):
+                found["torch"] += pretend.launches(name, args)
+        return out
+
+    def inner(graph, inputs, **_):
+        copy = torch.fx.GraphModule(graph, torch.fx.Graph())
+        copy.graph.output(copy.graph.graph_copy(graph.graph, {}))
+        for node, other in zip(graph.graph.nodes, copy.graph.nodes, strict=True):
+            other.meta = dict(node.meta)
+        compile_fx.record_original_output_strides(copy)
+        names = kernels_of(copy, inputs, torch._guards.detect_fake_mode(inputs))
+
+        def run(args):
+            found["compiled"] += len(names) * counting[0]
+            found["products"] += names.count("_scaled_mm") * counting[0]
+            before, counting[0] = counting[0], False
+            try:
+                return graph.forward(*args)
+            finally:
+                counting[0] = before
+
+        run._boxed_call = True
+        return run
+
+    def backend(graph, inputs):
+        return compile_fx.compile_fx(graph, inputs, inner_compile=inner)
+
+    def launch(name, grid, *args, **constants):
+        found["own"] += counting[0]
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+
+    def item(tensor):  # of numbers on the host: a step's, and a rate of dropped paths
+        torchs = "site-packages/torch/" in sys._getframe(1).f_code.co_filename
+        return real["item"](tensor) if torchs else float(counting[0])
+
+    def on_the_host(data, *rest, device=None, **more):
+        host = device is None or torch.device(device).type != "cuda"
+        return real["tensor"](data, *rest, device=device if host and device else "cpu", **more)
+
+    def places(sizes, starts, which, device):
+        return torch.empty(8, 2, dtype=torch.int32, device=device)
+
+    compiler = functools.partial(torch.compile, backend=backend)
+    mode, head = FakeTensorMode(allow_non_fake_inputs=True), ("lm_head", "head")
+    with contextlib.ExitStack() as patches:
+        for module, name, value in (
+            (FakeTensorMode, "dispatch", dispatch), (torch, "tensor", on_the_host), (torch, "compile", compiler),
+            (torch.Tensor, "item", item), (torch.Tensor, "data_ptr", lambda _: 0),
+            (torch.Tensor, "pin_memory", lambda tensor: tensor),
+            (torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn),
+            (torch._C, "_conv_determine_backend_memory_format", lambda *_, **__: torch.contiguous_format),
+            (torch.nn.functional, "scaled_dot_product_attention", attention),
+            (kernels, "launch", launch), (kernels, "chunks", places), (joint_graph, "lazy_init", lambda *_: None),
+            (joint_graph, "constant_fold_uniform_value", lambda _: None),
+            (config, "joint_graph_constant_folding", False),
+        ):  # fmt: skip
+            patches.enter_context(mock.patch.object(module, name, value))
+        patches.enter_context(mode)
+        with torch.device("cuda"):
+            net, blocks, loss_of = fp8_speed.MODELS[model](False)
+        skip = [name for name, _ in net.named_modules() if name in head]
+        net, optimizer = amp8.initialize(net, torch.optim.AdamW(net.parameters(), 1e-4, fused=True), "O2", skip=skip)
+        for block in blocks:
+            block.compile(fullgraph=True)
+        for counting[0] in (False, True):  # the first step makes the optimizer's state
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = loss_of(net)
+            loss.backward()
+            amp8.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        counting[0] = False
+    return {"all": found["compiled"] + found["own"] + found["torch"], **found, "garbled": len(GARBLED)}
+
+
+PARTS = {"layers": layers, "compiled": compiled, "launches": launches}
 
 
 def part(name):

@@ -204,7 +204,7 @@ class Accelerator(accelerate.Accelerator):
         def zero_grad(self_: torch.optim.Optimizer, set_to_none: bool | None = None) -> None:
             if self.sync_gradients:
                 self.steps.losses.clear()  # as Optimizer.zero_grad does
-                engine.drop_gradients()
+                engine.drop_gradients(set_to_none is not False)
 
         self.deepspeed_engine_wrapped.backward = engine.backward  # pyrefly: ignore[missing-attribute]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)

@@ -76,7 +76,7 @@ class Engine(NamedTuple):
 
     backward: Callable[..., None]
     step: Callable[[], None]
-    drop_gradients: Callable[[], None]
+    drop_gradients: Callable[[bool], None]
     scaler: Any  # with the interface of torch's GradScaler, or None
 
 

@@ -104,7 +104,8 @@ def judged(row, dtype, make, found):
 
 
 OF_ENGINE = ["p.grad.mul_(0)", "p.grad[:n] = 0", "p.grad = -p.grad", "p.grad is read", "optimizer.load_state_dict",
-             "model.zero_grad(set_to_none=False) before a step"]  # fmt: skip
+             "model.zero_grad(set_to_none=False) before a step",
+             "optimizer.zero_grad(set_to_none=False) before a step"]  # fmt: skip
 RELEASED = ["p.data.clamp_ after prepare", "p.data.clamp_ between backward and step", "nn.init after prepare",
             "load_state_dict after a step", "a penalty over model.parameters()", "another Parameter after prepare"]  # fmt: skip
 # What strategies/guard.py refuses, each time with the end of a launch.

@@ -76,3 +76,14 @@ def test_a_compiled_layer_of_a_level_takes_few_kernels():
     assert sum(map(len, found.pop("update").values())) <= 10, "of any number of layers, beside Adam's own"
     for passes in found.values():
         assert len(passes["forward"]) <= 6 and len(passes["backward"]) <= 7, passes
+
+
+MOST_LAUNCHES = {"llama": 530, "vit": 1200}  # on an H200, at commit e30a4f4: 811 and 2,161 with what libraries add
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_a_level_takes_few_launches():
+    """The host launches each by itself, and a step of small layers waits for it."""
+    found = speed.part("launches")
+    for model, most in MOST_LAUNCHES.items():
+        assert found[model]["all"] <= most and found[model]["garbled"] == 0, found[model]

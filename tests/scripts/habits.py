@@ -360,6 +360,8 @@ ROWS = {
     "optimizer.zero_grad before a step": at("backward", steps=(1, 2))(lambda run: run.optimizer.zero_grad()),
     "model.zero_grad(set_to_none=False) before a step":
         at("backward", steps=(1,))(lambda run: run.prepared.zero_grad(set_to_none=False)),
+    "optimizer.zero_grad(set_to_none=False) before a step":
+        at("backward", steps=(1,))(lambda run: run.optimizer.zero_grad(set_to_none=False)),
     "clip_grad_norm_ of no parameter": at("backward")(lambda run: nn.utils.clip_grad_norm_([], 1e-3)),
     "backward(loss, gradient)": at("begun")(with_gradient_argument),
     "loss.backward()": at("begun")(lambda run: (-2.0 * run.loss_of()).backward()),
@@ -370,7 +372,8 @@ WITHOUT_EFFECT = {  # on the weights, which in torch are those of training witho
     "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
     "an infinite loss is given up", "weights swapped for an evaluation", "an evaluation between backward and step",
     "two forward passes, one backward pass", "optimizer.state.clear()", "optimizer.load_state_dict",
-    "model.zero_grad(set_to_none=False) before a step", "clip_grad_norm_ of no parameter",
+    "model.zero_grad(set_to_none=False) before a step", "optimizer.zero_grad(set_to_none=False) before a step",
+    "clip_grad_norm_ of no parameter",
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def gradient_norm(zero: Zero) -> torch.Tensor:
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     if not zero.held.begun:  # the script has given them up
-        return torch.zeros(())
+        return masters(zero)[0].new_zeros(())
     # The engine's own step computes its norm with the same call, so the clipping and the check see one number.
     norm = combine_grad_norm_groups(zero._get_norm_groups()) if stage(zero) == 3 else zero.scaled_global_norm()
     norm = torch.as_tensor(norm, dtype=torch.float32)

@@ -138,7 +138,7 @@ class Held:
         self.parameters: list[Partitioned] = parameters
         self.owned = {id(parameter) for group in engine.groups(zero) for parameter in group}
         self.begun = self.whole = False  # a backward pass of the step is done; the last one, and gradients are averaged
-        self.given_up: bool | None = True  # since the last backward pass and update; False: by zeros; None: not
+        self.given_up = True  # no backward pass has begun, or zero_grad has set all gradients to None
         self.at_work = False  # the engine uses its parameters itself
         self.hooks_of_engine = {handle.id for handle in zero._grad_acc_hooks}
         self.reached: set[int] = set()  # ids of the parameters that have a gradient
@@ -215,12 +215,11 @@ class Held:
             for parameter in self.parameters:
                 if self.has(parameter) and id(parameter) not in self.reached and parameter.requires_grad:
                     engine.drop_gradient(self.zero, parameter)
-        self.begun, self.whole, self.given_up = True, whole, None
+        self.begun, self.whole = True, whole
 
     def updated(self) -> None:
         """Called after each update."""
-        self.begun = self.whole = False
-        self.given_up = None
+        self.begun = self.whole = self.given_up = False
         self.reached.clear()
 
 

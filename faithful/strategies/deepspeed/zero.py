@@ -89,9 +89,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         self.exchanges_in_passes = plan.strategy != "zero1"
         self._in_backward = self._passed_outside = False  # in accelerator.backward; outside it
         self._engine: weakref.ref[DeepSpeedEngine] | None = None  # what is prepared
-        self.sharded_kinds = ("master", "optimizer", "gradient") + (
-            ("weight",) if plan.strategy.startswith("zero3") else ()
-        )
+        self._splits_weights = plan.strategy.startswith("zero3")  # with Ulysses, too
+        self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if self._splits_weights else ())
 
     def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         """Accelerate's DeepSpeedPlugin from the launcher's environment, with settings that the YAML lacks. It leaves no
@@ -256,9 +255,7 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def dropped(self, models: list[nn.Module]) -> None:
         """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
-        for engine in (
-            model for model in models if unwrapped(model) is not model and not self.plan.strategy.startswith("zero3")
-        ):
+        for engine in (model for model in models if unwrapped(model) is not model and not self._splits_weights):
             with contextlib.suppress(AssertionError):  # after end_training, it cannot print its last message
                 cast("DeepSpeedEngine", engine).destroy()
 
