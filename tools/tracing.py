@@ -91,11 +91,6 @@ def load(recipe: Path) -> ModuleType | Script:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    # Each trace begins as a run does, and reads the same data.
-    for part, name in ((images, "images"), (text, "texts"), (sft, "chats"), (pairs, "pairs"), (dpo, "preferences")):
-        if not hasattr(getattr(part, name), "remembers"):
-            setattr(part, name, remembered(getattr(part, name)))
-    dpo.reference = zeros
     missing = [name for name in ("Accelerator", "Arguments", "main") if not hasattr(module, name)]
     if missing:
         raise Refused(f"{recipe.name} has no {', '.join(missing)}: it is not written as the recipes here are")
@@ -117,8 +112,13 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
             results[key] = function(*args, **kwargs)
         return results[key]
 
-    call.remembers = True  # pyrefly: ignore[missing-attribute]
     return call
+
+
+# In place of what a recipe calls, while a trace runs: the data is read once for all traces.
+READERS = ((images, "images"), (text, "texts"), (sft, "chats"), (pairs, "pairs"), (dpo, "preferences"))
+INSTEAD: dict[Any, Any] = {(part, name): remembered(getattr(part, name)) for part, name in READERS}
+INSTEAD[dpo, "reference"] = zeros
 
 
 class Traced(accelerate.Accelerator):
@@ -269,6 +269,8 @@ class Trace:
         """Raises Enough at the end of the first optimizer step, and Refused for a script that has none."""
         accelerator = type("Accelerator", (Traced,), {"trace": self})
         self.watching.enter_context(mock.patch.dict(os.environ))  # `parse` says in it that --dtype is meant
+        for (part, name), function in INSTEAD.items():
+            self.watching.enter_context(mock.patch.object(part, name, function))
         if not self.script:
             args, self.module.Accelerator = options.parse(self.module.Arguments, argv), accelerator
         said = io.StringIO()  # of the recipe; its progress bar writes to stderr

@@ -10,6 +10,7 @@ from conftest import CONFIGS, ROOT, SCRIPTS, edited, launched, record, train
 from torch import nn
 
 from faithful import __main__ as door
+from shared import dpo
 from shared.args import Refused
 from tools import estimate, fake, tracing
 
@@ -229,6 +230,15 @@ def test_a_tracing_is_made_once_for_all_configs_that_share_it():
     assert wanted["zero3_fp8_te"] == wanted["fsdp_bf16"] and wanted["ddp_fp8_te"] == wanted["single_fp8_te"]
     assert wanted["single_fp8"] != wanted["single_fp8_te"] and wanted["tp_bf16"][0] != wanted["single_bf16"][0]
     assert len({key for keys in wanted.values() for key in keys}) < 28  # of 71 configs
+
+
+def test_a_trace_leaves_what_it_replaces_as_it_was(vit, seen):
+    """What runs in the same process after an estimate would otherwise train on a reference of zeros."""
+    before = [getattr(part, name) for part, name in tracing.INSTEAD]
+    recipe = tracing.load(ROOT / "recipes" / "dpo.py")
+    of(recipe, {}, "single_bf16")
+    assert [getattr(part, name) for part, name in tracing.INSTEAD] == before
+    assert not set(before) & set(tracing.INSTEAD.values()) and dpo.reference in before
 
 
 def test_a_skip_list_is_traced_with(vit, seen, tmp_path):
