@@ -2,6 +2,8 @@
 
     ./launch.sh compare single_bf16 single_fp8 single_fp8_msamp_o2 -- vit --max_steps 150
     ./launch.sh compare single_bf16 single_fp8 --seeds auto --margin 1% -- vit      seeds until there is a verdict
+    ./launch.sh compare single_bf16 single_fp8 --budgets 1,2,4 -- gpt --max_steps 150    what it costs in tokens
+    ./launch.sh compare single_bf16 "single_bf16 --optimizer adamw_8bit" -- gpt      options of one row, in quotes
     ./launch.sh compare single_bf16 single_fp8 -- train.py --epochs 1 --seed {seed} a script of your own
     ./launch.sh compare runs/a runs/b ...               over finished runs, nothing is launched
 
@@ -15,6 +17,11 @@ cannot tell; the last with the smallest difference that would show and the seeds
 after 8, 16, ... seeds and stops when every config has a verdict on its loss. Its intervals are wider, so that it is
 wrong no more often.
 
+`--budgets 1,2,4` trains every row for 1, 2 and 4 times --max_steps (or epochs), each with a whole schedule. How much
+the baseline's loss falls with more tokens turns a difference of losses into tokens: "1.4% more for the same loss", with
+its interval (tools/tokens.py). All else is of the largest budget. Where rows ran on real hardware the page also says
+the time to the same loss: tokens by the time of a step.
+
 There are two controls. The baseline's own seeds show how much chance alone changes a run. The twin repeats the baseline
 with each weight changed by one bit. A smaller difference than the twin's is noise.
 
@@ -22,13 +29,15 @@ If one run of a row failed, or its record lacks evidence, the row has no numbers
 selection. Runs that differ in more than the config are refused, and the message names the difference.
 
 A script of your own is any script that is not a recipe. {seed} in its arguments stands for each seed; without it every
-config runs once. The last values of accelerator.log are compared, or the training loss if there are none.
+config runs once. {budget} stands for each of --budgets. The last values of accelerator.log are compared, or the
+training loss if there are none.
 
 Writes report.md, report.json and report.html. Everything in them comes from run.json and metrics.jsonl.
 The exit code is 0; 1 if --assert-close does not hold; 2 if the comparison is refused.
 """
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -36,6 +45,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -81,13 +91,34 @@ def replicas(file: Path, options: list[str], gpus: int) -> int:
     return count // math.prod(int(sizes.get(f"parallelism_config_{name}_size") or 1) for name in ("tp", "sp"))
 
 
-def batches(configs: dict[str, Path], words: list[str], gpus: int) -> dict[str, int]:
-    """{config: per-device batch} with which all have the baseline's global batch. Raises Refused for an option that the
+class Way(NamedTuple):
+    """A row of the comparison: a config, and options that only its runs have."""
+
+    file: Path
+    options: list[str]
+
+    @property
+    def vary(self) -> list[str]:
+        return [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.options if word.startswith("--")]
+
+
+def ways_of(words: list[str]) -> dict[str, Way]:
+    """{row: its Way} from `single_bf16` or `single_bf16 --optimizer adamw_8bit`, each one word."""
+    ways = {}
+    for word in words:
+        name, *options = shlex.split(word)
+        file = find.sound_config(name)[0]
+        ways[" ".join([file.stem, *options])] = Way(file, options)
+    return ways
+
+
+def batches(ways: dict[str, Way], words: list[str], gpus: int) -> dict[str, int]:
+    """{row: per-device batch} with which all have the baseline's global batch. Raises Refused for an option that the
     recipe does not have."""
     options, recipe, rest = split_launch(words)
-    given: Any = find.parse_options(find.recipe(recipe), rest)
-    per_device = given.per_device_train_batch_size
-    counts = {name: replicas(file, options, gpus) for name, file in configs.items()}
+    given: Any = [find.parse_options(find.recipe(recipe), [*rest, *way.options]) for way in ways.values()]
+    per_device = given[0].per_device_train_batch_size
+    counts = {name: replicas(way.file, options, gpus) for name, way in ways.items()}
     total = per_device * next(iter(counts.values()))
     odd = [name for name, count in counts.items() if total % count]
     if odd:
@@ -99,11 +130,12 @@ def batches(configs: dict[str, Path], words: list[str], gpus: int) -> dict[str, 
 
 
 class Launch(NamedTuple):
-    """A run that the comparison wants. control: from weights one rounding apart."""
+    """A run that the comparison wants. control: from weights one rounding apart. budget: times the steps, or None."""
 
-    config: str
+    row: str
     control: bool
     seed: int
+    budget: float | None
     folder: Path
 
 
@@ -130,53 +162,62 @@ def wait_for_others(folder: Path, seconds: float = 60) -> None:
 
 
 def launch_all(
-    configs: dict[str, Path], words: list[str], folder: Path, seeds: int, control: bool
-) -> list[dict[str, Any]]:
-    """Launches every missing run, one after another. Returns all runs, read from their folders."""
+    ways: dict[str, Way], words: list[str], folder: Path, seeds: int, control: bool, budgets: Sequence[float | None]
+) -> dict[float | None, list[dict[str, Any]]]:
+    """Launches every missing run, one after another. Returns {budget: its runs}, read from their folders."""
     _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
-    per_device = batches(configs, words, machine.of_driver().devices) if find.is_recipe(file) else None
-    for config in configs.values():  # what no machine can run is refused now, not when the others have trained
-        if problems := check.check(config, machine.of_driver(), {})[0]:
-            raise Refused(*(f"{config.name}: {line}" for line in problems))
-    rows = [(name, False) for name in configs]
+    per_device = batches(ways, words, machine.of_driver().devices) if find.is_recipe(file) else None
+    for way in ways.values():  # what no machine can run is refused now, not when the others have trained
+        if problems := check.check(way.file, machine.of_driver(), {})[0]:
+            raise Refused(*(f"{way.file.name}: {line}" for line in problems))
+    rows = [(name, False) for name in ways]
     if control:
         rows.insert(1, (rows[0][0], True))
     wanted, missing = [], []
     for seed in range(seeds):  # seed by seed: a slow phase of the machine hits all configs
-        for name, nudged in rows:
-            out = folder / f"{name}{'-twin' if nudged else ''}-seed{seed}"
-            wanted.append(Launch(name, nudged, seed, out))
-            if not matches(records.read(out, seed), wanted[-1], configs[name], file):
-                missing.append(wanted[-1])
+        for budget in budgets:
+            for name, nudged in rows:
+                if nudged and budget != budgets[-1]:
+                    continue
+                out = folder if budget is None else folder / f"x{budget:g}"
+                out /= f"{re.sub('[^A-Za-z0-9_.]+', '-', name)}{'-twin' if nudged else ''}-seed{seed}"
+                wanted.append(Launch(name, nudged, seed, budget, out))
+                if not matches(records.read(out, seed), wanted[-1], ways[name].file, file):
+                    missing.append(wanted[-1])
     finished = len(wanted) - len(missing)
     before = f", {finished} of them finished before" if finished else ""
     print(f"{len(wanted)} runs of {file.stem}{before}; in {os.path.relpath(folder)}")
-    print(how_long(len(missing), file, options, folder), flush=True)
-    cli.make_folder(folder)
+    print(how_long([launch.budget or 1 for launch in missing], file, options, folder), flush=True)
+    for each in dict.fromkeys([folder, *(launch.folder.parent for launch in wanted)]):
+        cli.make_folder(each)
     begun = time.monotonic()
     for number, launch in enumerate(missing, 1):
         started = time.monotonic()
-        row = f"{launch.config}{', twin' if launch.control else ''} seed {launch.seed}"
+        row = f"{launch.row}{', twin' if launch.control else ''} seed {launch.seed}"
+        row += f" x{launch.budget:g}" if launch.budget else ""
         with progress.waiting(f"[{number}/{len(missing)}] {row}"):
-            code = execute(launch, configs[launch.config], words, per_device)
+            code = execute(launch, ways[launch.row], words, per_device)
         run, now = records.read(launch.folder, launch.seed), time.monotonic()
         refuse_unread(launch, file, recipe, options)
         if run["record"] is None and launch == wanted[0]:
             log = f"{os.path.relpath(launch.folder)}.log"
             raise Refused(f"the baseline's first run has no record: {reason_of(run, code)} ({log})")
-        remaining = (now - begun) / number * (len(missing) - number)
+        part = sum(each.budget or 1 for each in missing[:number]) / sum(each.budget or 1 for each in missing)
+        remaining = (now - begun) * (1 / part - 1)
         until = f"; about {minutes(remaining)} left" if remaining else ""
         print(f"[{number}/{len(missing)}] {row}: {outcome(run, code)} ({now - started:.0f} s{until})", flush=True)
-    runs = [records.read(launch.folder, launch.seed) for launch in wanted]
-    for run in runs:
+    runs = {budget: [] for budget in budgets}
+    for launch in wanted:
+        run = records.read(launch.folder, launch.seed)
         if run["record"] is None and log_of(run["folder"]).exists():
             run["problem"] = reason_of(run)
+        runs[launch.budget].append(run | {"row": f"{launch.row}{', twin' if launch.control else ''}"})
     return runs
 
 
-def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:
-    """How long `missing` runs will take, judged by the newest finished run of the same training, here or elsewhere."""
+def how_long(missing: list[float], file: Path, options: list[str], folder: Path) -> str:
+    """How long runs of so many times the steps will take, judged by the newest finished run of the same training."""
     given: Any = find.parse_options(file, options) if find.is_recipe(file) else None
     alike = ("model", "dataset", "gradient_accumulation_steps")
     files = [found for at in (folder, find.RUNS) for found in at.glob("*/run.json")] if given and missing else []
@@ -188,9 +229,11 @@ def how_long(missing: int, file: Path, options: list[str], folder: Path) -> str:
             began, ended = (
                 time.mktime(time.strptime(record[key][:19], "%Y-%m-%dT%H:%M:%S")) for key in ("started", "finished")
             )
-            seconds = (ended - began) * given.max_steps / max(1, records.steps_of(record)) + STARTS
+            seconds = (ended - began) * given.max_steps / max(1, records.steps_of(record))
             at = os.path.relpath(found.parent)
-            return f"about {minutes(missing * seconds)} in all, if a run takes what {at} took"
+            return (
+                f"about {minutes(sum(missing) * seconds + len(missing) * STARTS)} in all, if a run takes what {at} took"
+            )
     return "how long: the first run will tell" if missing else "nothing is left to run"
 
 
@@ -198,14 +241,27 @@ def minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
-def execute(launch: Launch, config: Path, words: list[str], per_device: dict[str, int] | None) -> int:
+def budgeted(file: Path, rest: list[str], budget: float | None) -> list[str]:
+    """The script's options with the steps or epochs of this budget."""
+    if budget is None:
+        return rest
+    if not find.is_recipe(file):
+        return [word.replace("{budget}", f"{budget:g}") for word in rest]
+    given: Any = find.parse_options(file, rest)
+    if given.num_train_epochs is not None:
+        return [*rest, "--num_train_epochs", f"{given.num_train_epochs * budget:g}"]
+    return [*rest, "--max_steps", str(round(given.max_steps * budget))]
+
+
+def execute(launch: Launch, way: Way, words: list[str], per_device: dict[str, int] | None) -> int:
     """Launches one run, with its output beside the run's folder, and returns its exit code. per_device: the
-    batch of each config, or None for a script of one's own."""
+    batch of each row, or None for a script of one's own."""
     options, recipe, rest = split_launch(words)
+    rest = [*budgeted(find.recipe(recipe), rest, launch.budget), *way.options]
     wait_for_others(launch.folder)
     if launch.folder.exists():
         launch.folder.rename(launch.folder.with_name(f"{launch.folder.name}.old-{time.time():.0f}"))
-    command = [sys.executable, str(ROOT / "tools" / "commands.py"), str(config), *options, str(find.recipe(recipe))]
+    command = [sys.executable, str(ROOT / "tools" / "commands.py"), str(way.file), *options, str(find.recipe(recipe))]
     env = dict(os.environ)
     env.pop("FAITHFUL_PERTURBED", None)
     if launch.control:
@@ -216,7 +272,7 @@ def execute(launch: Launch, config: Path, words: list[str], per_device: dict[str
     else:
         best = find.parse_options(find.recipe(recipe), rest).load_best_model_at_end  # which needs checkpoints
         command += [*([] if best else ["--save_steps", "0"]), *rest]
-        command += ["--per_device_train_batch_size", str(per_device[launch.config])]
+        command += ["--per_device_train_batch_size", str(per_device[launch.row])]
         command += ["--seed", str(launch.seed), "--output_dir", str(launch.folder)]
     with log_of(launch.folder).open("w") as log:
         return subprocess.run(command, env=env, stdout=log, stderr=log, preexec_fn=cli.die_with_me).returncode
@@ -269,6 +325,17 @@ def share(text: str) -> float:
     return value
 
 
+def budgets(text: str) -> list[float]:
+    """Parses `1,2,4`: at least two positive numbers, ascending."""
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) < 2 or not 0 < values[0] or not all(a < b < math.inf for a, b in itertools.pairwise(values)):
+        raise argparse.ArgumentTypeError(f"{text}: write two or more multiples of the steps, ascending: 1,2,4")
+    return values
+
+
 def number_of_seeds(text: str) -> float | str:
     return text if text == "auto" else cli.count(text)
 
@@ -279,6 +346,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     add("what", nargs="+", metavar="CONFIG or RUN_FOLDER", help="configs, the first is the baseline; or finished runs")
     more = f"runs of each config, with seeds 0, 1, ..., or `auto`: until every config has a verdict (default: {SEEDS})"
     add("--seeds", type=number_of_seeds, metavar="N", help=more)
+    add(
+        "--budgets",
+        type=budgets,
+        metavar="1,2,4",
+        help="train for so many times the steps; says how many more tokens each needs for the baseline's loss",
+    )
     add("--max-seeds", "--max_seeds", type=cli.count, default=MOST, help=f"with --seeds auto (default: {MOST})")
     add("--margin", type=share, default=0.01, help="what counts as equal, of the baseline's value (default: 1%%)")
     add(
@@ -309,19 +382,27 @@ def over_finished(args: argparse.Namespace, command: str) -> tuple[dict[str, Any
         raise Refused(
             f"{absent[0]} is no folder of a run; to launch configs: {find.COMMAND} compare CONFIG... -- RECIPE"
         )
-    if args.seeds is not None:
-        raise Refused("--seeds: not here; the seeds are those of the runs")
+    for name in ("seeds", "budgets"):
+        if getattr(args, name) is not None:
+            raise Refused(f"--{name}: not here; the {name} are those of the runs")
     runs = [records.read(name) for name in args.what]
     return judge.make(runs, command, args.vary, args.margin), args.report or Path("report")
 
 
-def refuse_options(args: argparse.Namespace, words: list[str], file: Path) -> None:
+def refuse_options(args: argparse.Namespace, words: list[str], file: Path, ways: dict[str, Way]) -> None:
     """Raises Refused for options that make no sense where this script is launched."""
     given = find.with_file(file, split_launch(words)[2])
     taken = [name for name in OWN if find.is_recipe(file) and find.option(given, name.lstrip("-"))]
+    own = [word for way in ways.values() for word in way.options]
+    taken += [f"{name} of one row" for name in (*OWN, "--max_steps") if find.option(own, name.lstrip("-"))]
     taken += ["--vary"] if args.vary else []
     if taken:
         raise Refused(f"{', '.join(taken)}: not here; the seeds are --seeds, the baseline is the first config")
+    if args.budgets and not find.is_recipe(file) and not any("{budget}" in word for word in words):
+        raise Refused(
+            f"--budgets: nothing says where {file.name} takes its steps or epochs: write {{budget}} there, as in "
+            f"{file.name} --epochs {{budget}}"
+        )
     if runs_once(file, words) and args.seeds not in (None, 1):
         raise Refused(
             f"--seeds {args.seeds}: nothing says where {file.name} takes its seed: write {{seed}} there, as "
@@ -337,11 +418,10 @@ def runs_once(file: Path, words: list[str]) -> bool:
 def over_launched(args: argparse.Namespace, words: list[str], command: str) -> tuple[dict[str, Any], Path]:
     """Launches the runs of the configs. Returns (report, folder to write it to)."""
     file = find.recipe(split_launch(words)[1])
-    refuse_options(args, words, file)
-    files = [find.sound_config(name)[0] for name in args.what]
-    configs = {file.stem: file for file in files}
-    if args.assert_close and args.assert_close not in configs:
-        raise Refused(f"--assert-close {args.assert_close}: there is no such row, only {', '.join(configs)}")
+    ways = ways_of(args.what)
+    refuse_options(args, words, file, ways)
+    if args.assert_close and args.assert_close not in ways:
+        raise Refused(f"--assert-close {args.assert_close}: there is no such row, only {', '.join(ways)}")
     single = runs_once(file, words)
     if single:
         reason = f"no {{seed}} among the arguments of {file.name}"
@@ -356,16 +436,22 @@ def over_launched(args: argparse.Namespace, words: list[str], command: str) -> t
         seeds = f"{counts[-1]} seed{'s' * (counts[-1] > 1)}"
         print(f"note: {seeds} can decide nothing: below {paired.FEWEST} every verdict is `cannot tell`", flush=True)
     for count in counts:
-        runs = launch_all(configs, words, folder, count, not args.no_twin and not single)
+        runs = launch_all(ways, words, folder, count, not args.no_twin and not single, args.budgets or [None])
         options: dict[str, Any] = {"margin": args.margin, "looks": len(counts)}
-        comparison = judge.make(runs, command, **options)
+        options["vary"] = list(dict.fromkeys(name for way in ways.values() for name in way.vary))
+        made = {budget: judge.make(those, command, **options) for budget, those in runs.items()}
+        *_, comparison = made.values()
+        if args.budgets:
+            judge.tokens_of(made)
         undecided = judge.undecided(comparison)
         if args.seeds == "auto":
             state = f"no verdict yet on {', '.join(undecided)}" if undecided else "every config has a verdict"
             print(f"{count} seeds: {state}")
         if not undecided:
             break
-    return comparison | {"once": single}, where
+    _, recipe, rest = split_launch(words)
+    advice = [find.COMMAND, "advise", "--memory", "80GB", "--devices", "8", "--comparison", os.path.relpath(where)]
+    return comparison | {"once": single, "advise": shlex.join([*advice, "--", recipe, *rest])}, where
 
 
 def main(argv: list[str]) -> int:

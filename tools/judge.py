@@ -4,16 +4,17 @@ This module collects the numbers of the runs that tools/records.py reads; tools/
 makes a report from many runs. tools/compare.py launches the runs, tools/report.py writes the report.
 """
 
+import itertools
 import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from shared.args import Refused
 from tools import paired
-from tools.records import ASIDE, FREE, check_alike, label, logged, nudged, setting
+from tools.records import ASIDE, FREE, check_alike, label, logged, nudged, setting, steps_of
 
 COSTS = ("step_seconds", "samples_per_second", "peak_memory_bytes")
 TIMES = COSTS[:2]
@@ -138,18 +139,35 @@ def judge(rows: list[Row], margin: float, confidence: float) -> None:
             if row["emulated"] and name in TIMES:  # emulated FP8: its time says nothing about FP8
                 measure |= dict.fromkeys(("difference", "relative", "interval", "resolution", "more_seeds"))
                 measure |= {"kind": "emulated", "verdict": "emulated, not ranked"}
+        for name, logarithm in exponentials(row, baseline):
+            measure = row["measures"][name]
+            measure |= {key: row["measures"][logarithm][key] for key in ("kind", "verdict", "more_seeds")}
+
+
+def exponentials(row: Row, baseline: Row) -> Iterator[tuple[str, str]]:
+    """(perplexity, eval_loss), where the one is the exponential of the other: they get one verdict, the logarithm's."""
+    names = [name for name in row.get("measures", {}) if name in baseline["measures"] and name not in COSTS]
+    for name, other in itertools.permutations(names, 2):
+        pairs = zip(
+            *(row["measures"][key]["values"] + baseline["measures"][key]["values"] for key in (name, other)),
+            strict=True,
+        )
+        if all(value > 0 and math.isclose(math.log(value), loss, rel_tol=1e-4) for value, loss in pairs):
+            yield name, other
 
 
 def grouped(runs: list[Run], vary: Collection[str]) -> dict[str, list[Run]]:
     """{row: its runs}; the first is the baseline."""
     processes = defaultdict(set)
     for run in runs:
-        if run["record"]:
+        if run["record"] and "row" not in run:
             processes[label(run["record"], vary)].add(run["record"]["plan"]["num_processes"])
     groups = {}
     for run in runs:
         record = run["record"]
-        if record is None:  # it ended before it wrote a record
+        if "row" in run:  # launched by compare
+            name = run["row"]
+        elif record is None:  # it ended before it wrote a record
             launched = re.fullmatch(r"(.*?)(-twin)?-seed\d+", run["folder"].name)
             name = f"{launched[1]}{', twin' if launched[2] else ''}" if launched else str(run["folder"])
         else:
@@ -210,12 +228,41 @@ def make(
         "git_commit": record["git_commit"],
         "recipe": record["recipe"],
         "global_batch_size": setting(record, "global_batch_size"),
+        "samples": setting(record, "global_batch_size") * steps_of(record),
         "args": args_shown,
         "steps_measured": record["throughput"]["steps_measured"],
         "steps_excluded": record["throughput"]["steps_excluded"],
         "rows": rows,
     }
     return comparison
+
+
+def tokens_of(made: dict[Any, dict[str, Any]]) -> None:
+    """Adds to the last of {budget: its comparison} what each row costs in tokens at each budget, if it has a loss."""
+    from tools import tokens  # imports numpy
+
+    *_, main = made.values()
+    name, first = main["measure"], main["baseline"]
+    for row in main["rows"]:
+        row["tokens"] = []
+    if not name or "loss" not in name:
+        return
+    rows = {budget: {row["config"]: row for row in each["rows"]} for budget, each in made.items()}
+    if any(rows[budget][first]["error"] for budget in made):
+        return
+    values = {
+        budget: {row: all_of["measures"][name]["values"] for row, all_of in those.items() if not all_of["error"]}
+        for budget, those in rows.items()
+    }
+    curve = [values[budget][first] for budget in made]
+    for row in main["rows"]:
+        for at, budget in enumerate(made):
+            if row["config"] in values[budget]:
+                here = values[budget][row["config"]]
+                found = {"budget": budget, "samples": made[budget]["samples"], name: statistics.fmean(here)}
+                if row is not main["rows"][0]:
+                    found |= tokens.cost(list(made), curve, here, at, main["confidence"])
+                row["tokens"].append(found)
 
 
 def chances(each_seed: list[dict[str, float]]) -> dict[str, dict[str, Any]]:

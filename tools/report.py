@@ -81,8 +81,60 @@ def answer(comparison: dict[str, Any]) -> list[tuple[str, str]]:
             said = f"{name} {difference(measure)}: {measure.get('verdict', 'cannot be compared')}"
             if measure.get("kind") == "unknown" and measure["more_seeds"]:
                 said += f"; {paired.more(measure['more_seeds'], comparison['margin'])}"
-            lines.append((row_title(row), said))
+            lines.append((row_title(row), "; ".join([said, *costs(row, baseline)])))
     return lines
+
+
+def costs(row: dict[str, Any], baseline: dict[str, Any]) -> Iterator[str]:
+    """What a row costs beside its loss, in words: tokens, memory, time."""
+    if row.get("tokens"):
+        yield f"tokens for the same loss {token_words(row['tokens'][-1])}"
+    sizes = [each["bytes_per_parameter"]["total"] for each in (row, baseline)]
+    yield "{:.1f} bytes per parameter for {:.1f}".format(*sizes)
+    share = time_share(row, baseline)
+    if share is None:
+        yield "its time on a card is not measured here"
+        return
+    yield f"{share:.2f} of the time of a step"
+    if row.get("tokens") and row["tokens"][-1]["share"] is not None:
+        found = row["tokens"][-1]
+        ends = ["open" if end is None else f"{share * (1 + end):.2f}" for end in found["interval"]]
+        yield f"{share * (1 + found['share']):.2f} of the time to the same loss ({' to '.join(ends)})"
+
+
+def time_share(row: dict[str, Any], baseline: dict[str, Any]) -> float | None:
+    """The time of a step over the baseline's, None where either is a rehearsal or emulated."""
+    if any(each["emulated"] or each["rehearsal"] for each in (row, baseline)):
+        return None
+    return row["measures"]["step_seconds"]["mean"] / baseline["measures"]["step_seconds"]["mean"]
+
+
+def token_words(found: dict[str, Any]) -> str:
+    """`+1.4% (+0.6% to +2.3%)`, with `open` for an end that the losses do not say."""
+    if found["share"] is None:
+        return found["why"]
+    if found["interval"] == [None, None]:
+        return percent(found["share"]) + (f": {found['why']}" if found["why"] else " (open)")
+    low, high = ("open" if end is None else percent(end) for end in found["interval"])
+    return f"{percent(found['share'])} ({low} to {high})"
+
+
+def budgets(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    name, heads = comparison["measure"], ["config"]
+    for each in sound[0]["tokens"]:
+        heads += [f"{name} after {each['samples']:,} samples", "tokens for the same loss"]
+    return heads, [
+        [
+            row_title(row),
+            *(
+                cell
+                for each in row["tokens"]
+                for cell in (number(each[name]), token_words(each) if "share" in each else "baseline")
+            ),
+        ]
+        for row in sound
+        if len(row["tokens"]) == len(sound[0]["tokens"])
+    ]
 
 
 def metric_names(comparison: dict[str, Any]) -> list[str]:
@@ -101,6 +153,8 @@ def tables(comparison: dict[str, Any]) -> Iterator[tuple[str, list[str], list[li
     sound = [row for row in comparison["rows"] if not row["error"]]
     rows = [[row_title(row), row["measured"]] for row in sound if not row["control"]]
     yield "Results", *results(comparison)
+    if sound and sound[0].get("tokens"):
+        yield "Tokens for the baseline's loss", *budgets(comparison, sound)
     yield "Speed", *speeds(comparison, sound)
     yield "Memory and wire, per process", *memories(comparison, sound)
     yield "What each run was, counted on its live tensors after the first optimizer step", ["config", "measured"], rows
@@ -190,6 +244,12 @@ def notes(comparison: dict[str, Any]) -> Iterator[str]:
             "seeds, and the smallest difference that would show without pairs. The twin repeats the baseline with each "
             "weight changed by one bit: a smaller difference than the twin's is noise."
         )
+    if any(row.get("tokens") for row in sound):
+        yield (
+            "Tokens for the same loss: how many more a config needs to reach the baseline's loss. A parabola through "
+            "the baseline's losses over the logarithm of its tokens, one for each seed, says what a difference is "
+            "worth; Fieller's interval over the pairs. Each budget is a training of its own with a whole schedule."
+        )
     if comparison["fallback"]:
         yield (
             "These runs logged no metric with accelerator.log, so their training loss is compared, the mean over the "
@@ -211,6 +271,8 @@ def notes(comparison: dict[str, Any]) -> Iterator[str]:
             f"Step times are medians, and what 90% stay below, over {comparison['steps_measured']} steps per run; the "
             f"first {comparison['steps_excluded']} (warm-up, compilation), evaluation and checkpoints are not in them."
         )
+    if comparison.get("advise"):
+        yield f"For your cards: {comparison['advise']}"
     if comparison["versions"]:
         versions = ", ".join(f"{name} {v}" for name, v in comparison["versions"].items() if v)
         commit = (comparison["git_commit"] or "unknown")[:12]

@@ -313,11 +313,11 @@ def test_assert_close_gives_an_exit_code(runs, tmp_path, capsys):
 
 
 def test_every_config_gets_the_baselines_global_batch():
-    configs = {name: find.config(name) for name in ("single_bf16", "ddp_bf16", "fsdp_fp8", "tp_bf16")}
+    ways = compare.ways_of(["single_bf16", "ddp_bf16", "fsdp_fp8", "tp_bf16"])
     words = ["vit", "--max_steps", "5"]
-    assert compare.batches(configs, words, 0) == {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32}
-    assert compare.batches(configs, ["--num_processes", "4", *words], 0)["ddp_bf16"] == 8
-    assert compare.batches(configs, [*words, "--per-device-train-batch-size=8"], 2)["ddp_bf16"] == 4
+    assert compare.batches(ways, words, 0) == {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32}
+    assert compare.batches(ways, ["--num_processes", "4", *words], 0)["ddp_bf16"] == 8
+    assert compare.batches(ways, [*words, "--per-device-train-batch-size=8"], 2)["ddp_bf16"] == 4
 
 
 def start(folder):
@@ -405,9 +405,9 @@ def test_seeds_auto_stops_at_the_first_look_with_a_verdict(runs, tmp_path, monke
     asked, argv = [], ["single_bf16", "single_fp8_msamp_o2", "--seeds", "auto", "--max-seeds", "20",
                        "--report", str(tmp_path), "--", "vit"]  # fmt: skip
 
-    def launched(kind, configs, words, folder, seeds, twin):
+    def launched(kind, ways, words, folder, seeds, twin, budgets):
         asked.append(seeds)
-        return [read(file) for s in range(6) for file in (runs / f"bf16-{s}", tmp_path / f"{kind}-{s}")]
+        return {None: [read(file) for s in range(6) for file in (runs / f"bf16-{s}", tmp_path / f"{kind}-{s}")]}
 
     looks = paired.looks(20)
     monkeypatch.setattr(compare, "launch_all", partial(launched, "near"))
