@@ -197,6 +197,7 @@ def contradictions(plan: Plan, script: dict[str, Any]) -> Iterator[tuple[str, st
     for name in OF_THE_CONFIG:
         if script.get(name) is not None and not as_planned(plan, script[name]):
             cure = f"leave it out, and set {SECTIONS.get(name.split('_')[0], 'it')} in the YAML"
+            cure += " as zero3_sp_bf16.yml does" if getattr(script[name], "sp_size", 1) > 1 else ""
             yield name, f"the script passes {name}, which is the config's to say", cure
     for handler in script.get("kwargs_handlers") or []:
         kind = type(handler).__name__

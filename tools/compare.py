@@ -106,7 +106,10 @@ def ways_of(words: list[str]) -> dict[str, Way]:
     """{row: its Way} from `single_bf16` or `single_bf16 --optimizer adamw_8bit`, each one word."""
     ways = {}
     for word in words:
-        name, *options = shlex.split(word)
+        try:
+            name, *options = shlex.split(word)
+        except ValueError:
+            raise Refused(f"{word}: its quotes are not closed") from None
         file = find.sound_config(name)[0]
         ways[" ".join([file.stem, *options])] = Way(file, options)
     return ways

@@ -259,7 +259,7 @@ def tokens_of(made: dict[Any, dict[str, Any]]) -> None:
         for at, budget in enumerate(made):
             if row["config"] in values[budget]:
                 here = values[budget][row["config"]]
-                found = {"budget": budget, "samples": made[budget]["samples"], name: statistics.fmean(here)}
+                found = {"budget": budget, "samples": made[budget]["samples"], "values": here}
                 if row is not main["rows"][0]:
                     found |= tokens.cost(list(made), curve, here, at, main["confidence"])
                 row["tokens"].append(found)

@@ -272,7 +272,7 @@ def differing_starts(runs: list[dict[str, Any]], vary: Collection[str]) -> dict[
         record = run["record"]
         of_seed = (run["seed"], *(str(setting(record, key)) for key in vary))
         weights = record["evidence"] and record["evidence"]["initial_weights"]
-        batch = record["seen"]["first_batch"]
+        batch = record["seen"]["first_batch"] if "_sp" not in record["plan"]["strategy"] else None  # of a slice
         for what, start in ((f"initial weights{', nudged' if nudged(run) else ''}", weights), ("first batch", batch)):
             if start and starts.setdefault((what, of_seed), start) != start:
                 lines.setdefault(what, f"{what} of seed {run['seed']}: {run['folder']} began with another")

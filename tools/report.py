@@ -5,6 +5,7 @@ first, with one line per config. tools/drawings.py adds the pictures.
 """
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,21 +121,17 @@ def token_words(found: dict[str, Any]) -> str:
 
 
 def budgets(comparison: dict[str, Any], sound: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    name, heads = comparison["measure"], ["config"]
+    name, heads, rows = comparison["measure"], ["config"], []
     for each in sound[0]["tokens"]:
         heads += [f"{name} after {each['samples']:,} samples", "tokens for the same loss"]
-    return heads, [
-        [
-            row_title(row),
-            *(
-                cell
-                for each in row["tokens"]
-                for cell in (number(each[name]), token_words(each) if "share" in each else "baseline")
-            ),
-        ]
-        for row in sound
-        if len(row["tokens"]) == len(sound[0]["tokens"])
-    ]
+    for row in sound:
+        cells, at = [row_title(row)], {each["budget"]: each for each in row["tokens"]}
+        for each in sound[0]["tokens"]:
+            found = at.get(each["budget"])  # the twin has the largest budget only
+            cells += [number(statistics.fmean(found["values"])) if found else "-"]
+            cells += [token_words(found) if found and "share" in found else "baseline" if found else "-"]
+        rows.append(cells)
+    return heads, rows
 
 
 def metric_names(comparison: dict[str, Any]) -> list[str]:

@@ -289,6 +289,7 @@ SCRIPT = [  # (config, the script's arguments of Accelerator, how it ends, the l
     ("ddp_bf16", {"cpu": True}, Refused, "passes cpu=True, the config asks for an accelerator"),
     ("ddp_bf16", {"fsdp_plugin": accelerate.utils.FullyShardedDataParallelPlugin()}, Refused, "passes fsdp_plugin, which is the config"),
     ("ddp_bf16", {"dynamo_backend": "inductor"}, Refused, "passes dynamo_backend, which is the config's to say"),
+    ("zero3_bf16", {"parallelism_config": accelerate.utils.ParallelismConfig(sp_backend="deepspeed", sp_size=4)}, Refused, "set parallelism_config in the YAML as zero3_sp_bf16.yml does"),
     ("ddp_bf16", {"kwargs_handlers": [accelerate.utils.AORecipeKwargs()]}, Refused, "passes AORecipeKwargs, FP8 is the config's"),
     ("ddp_bf16", {"kwargs_handlers": [accelerate.utils.GradScalerKwargs()]}, Refused, "is for fp16, this run is bf16"),
 ]  # fmt: skip

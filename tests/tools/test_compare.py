@@ -1,6 +1,7 @@
 """tools/compare.py: what it refuses, its verdicts on pairs, what it writes, and that kill -9 loses no finished run."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -12,10 +13,10 @@ import time
 from functools import partial
 
 import pytest
-from conftest import ROOT, alive, metrics, record, train
+from conftest import ROOT, SCRIPTS, alive, metrics, record, train
 
 from shared.args import Refused
-from tools import compare, find, judge, paired, report
+from tools import compare, find, judge, paired, report, tokens
 from tools.records import read
 
 PICTURES = 9  # differences in two metrics, of the loss over the steps twice, three curves, speed, memory
@@ -178,6 +179,13 @@ def test_what_else_may_not_differ(runs, tmp_path, change, named):
     other = changed(runs / "o2-0", tmp_path / "other", **change)
     with pytest.raises(Refused, match=re.escape(named)):
         compared(tmp_path, runs / "bf16-0", other)
+
+
+def test_the_first_batch_of_slices_is_not_compared(runs, tmp_path):
+    """Of sequences that a group shares, a process sees a slice of each."""
+    change = {"seen__first_batch": "0" * 64, "plan__strategy": "zero3_sp"}
+    made = compared(tmp_path, runs / "bf16-0", changed(runs / "o2-0", tmp_path / "other", **change))
+    assert [row["error"] for row in made["rows"]] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -422,19 +430,111 @@ def test_seeds_auto_stops_at_the_first_look_with_a_verdict(runs, tmp_path, monke
     assert "every config has a verdict" in capsys.readouterr().out
 
 
+def test_budgets_turn_losses_into_tokens(runs, tmp_path, monkeypatch):
+    """Existing runs stand in for launches, with losses 10% higher at half the budget."""
+    half = {}
+    for seed in range(6):
+        half[seed] = [
+            seeded_again(runs / f"{kind}-{seed}", tmp_path / f"{kind}-{seed}", 1.1) for kind in ("bf16", "o2")
+        ]
+
+    def launched(ways, words, folder, seeds, twin, budgets):
+        assert budgets == [1, 2] and [way.options for way in ways.values()] == [[], ["--label_smoothing=0"]]
+        whole = [read(runs / f"{kind}-{seed}") for seed in range(6) for kind in ("bf16", "o2")]
+        return {1: [read(folder) for folders in half.values() for folder in folders], 2: whole}
+
+    monkeypatch.setattr(compare, "launch_all", launched)
+    where = tmp_path / "report"
+    argv = ["single_bf16", "single_fp8_msamp_o2 --label_smoothing=0", "--budgets", "1,2", "--seeds", "6"]
+    assert compare.main([*argv, "--report", str(where), "--", "vit"]) == 0
+    made = json.loads((where / "report.json").read_text())
+    base, o2 = made["rows"]
+    losses = [each["values"] for each in base["tokens"]]
+    assert losses[0] == pytest.approx([1.1 * loss for loss in losses[1]]) and "share" not in base["tokens"][0]
+    here = o2["tokens"][1]
+    values = o2["measures"]["eval_loss"]["values"]
+    wanted = tokens.cost([1, 2], losses, values, 1, 0.95)
+    assert here == {"budget": 2, "samples": made["samples"], "values": values} | wanted
+    # O2's loss is 3% higher, and half the budget raises the baseline's by 10%.
+    assert 0.1 < here["share"] < 0.4 and None not in here["interval"]
+    [(_, said)] = report.answer(made)
+    assert f"tokens for the same loss {report.token_words(here)}; " in said and "bytes per parameter for 16.0" in said
+    for file in ("report.md", "report.html"):
+        assert (
+            "Tokens for the baseline&#x27;s loss" in (text := (where / file).read_text())
+            or "Tokens for the base" in text
+        )
+    assert "advise --memory 80GB --devices 8 --comparison" in (where / "report.md").read_text()
+
+
+def seeded_again(run, to, factor):
+    return seeded(run, to, record(run)["args"]["seed"], factor) or to
+
+
+def test_a_metric_and_its_logarithm_get_one_verdict():
+    """Perplexities 30 times as large as their logarithms would be told apart from noise in other cases."""
+    loss = [[3.0, 3.2, 3.1, 3.3, 3.05], [3.0, 3.21, 3.08, 3.31, 3.06]]
+    base, other = (
+        {"config": name, "error": None, "emulated": False,
+         "measures": {"perplexity": judge.over_seeds([*map(math.exp, values)]), "eval_loss": judge.over_seeds(values)}}
+        for name, values in zip("ab", loss, strict=True)
+    )  # fmt: skip
+    judge.judge([base, other], 0.01, 0.95)
+    found = other["measures"]
+    assert found["eval_loss"]["verdict"] == found["perplexity"]["verdict"] == "equal within 1%"
+    assert found["perplexity"]["interval"][1] > 0.01, "alone it would be no verdict"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["--budgets", "2,1", "--", "vit"],
+            "--budgets: 2,1: write two or more multiples of the steps, ascending: 1,2,4",
+        ),
+        (["--budgets", "1", "--", "vit"], "--budgets: 1: write two or more"),
+        (["--budgets", "1,inf", "--", "vit"], "--budgets: 1,inf: write two or more"),
+        (
+            ["--budgets", "1,2", "--", str(SCRIPTS / "loop.py")],
+            "write {budget} there, as in loop.py --epochs {budget}",
+        ),
+        (["--budgets", "1,2"], "--budgets: not here; the budgets are those of the runs"),
+        (["single_fp8 --max_steps 3", "--", "vit"], "--max_steps of one row: not here"),
+        (["single_fp8 --seed=3", "--", "vit"], "--seed of one row: not here"),
+        (["single_fp8 --max_step 3", "--", "vit"], "vit: .*--max_step"),
+        (["single_fp8 '--x", "--", "vit"], "single_fp8 '--x: its quotes are not closed"),
+    ],
+)
+def test_what_a_budget_and_a_row_may_not_be(tmp_path, argv, said):
+    with pytest.raises((Refused, SystemExit), match=re.escape(said).replace(r"\.\*", ".*")):
+        compare.main([str(tmp_path) if "--" not in argv else "single_bf16", *argv])
+
+
+def test_each_budget_is_a_share_of_the_steps_or_epochs():
+    vit = find.recipe("vit")
+    assert compare.budgeted(vit, ["--max_steps", "150"], 0.9)[-2:] == ["--max_steps", "135"]
+    assert compare.budgeted(vit, ["--num_train_epochs", "3"], 0.5)[-2:] == ["--num_train_epochs", "1.5"]
+    assert compare.budgeted(SCRIPTS / "loop.py", ["--epochs", "{budget}"], 2.0) == ["--epochs", "2"]
+    assert compare.ways_of(["single_bf16", "single_bf16 --a-b 1 --c=2"])["single_bf16 --a-b 1 --c=2"].vary == [
+        "a_b",
+        "c",
+    ]
+
+
 OWN = f"""
 import argparse, os, sys, torch
 sys.path.insert(0, {str(ROOT)!r})
 from faithful import Accelerator
 parser = argparse.ArgumentParser()
 parser.add_argument("--luck", type=int, default=0)
-luck = parser.parse_args().luck
+parser.add_argument("--steps", type=int, default=12)
+luck, steps = parser.parse_args().luck, parser.parse_args().steps
 torch.manual_seed(luck)
 accelerator = Accelerator(project_dir=os.environ["FAITHFUL_PROJECT_DIR"])
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
 accelerator.init_trackers("own", {{"luck": luck}})
-for _ in range(12):
+for _ in range(steps):
     x = torch.randn(8, 16, device=accelerator.device)
     accelerator.backward((model(x) - x).square().mean())
     optimizer.step()
@@ -450,6 +550,18 @@ def test_a_script_of_ones_own_and_what_it_is_refused(tmp_path):
     where = ["--output_dir", str(tmp_path / "runs")]
     with pytest.raises(Refused, match="own.py: unrecognized arguments: --seed 0; it was given --seed '{seed}'"):
         compare.main(["single_fp32", *where, "--", str(script), "--seed", "{seed}"])
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_at_two_budgets(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(OWN)
+    argv = ["single_fp32", "single_bf16", "--budgets", "1,2", "--seeds", "1", "--output_dir", str(tmp_path / "runs")]
+    assert compare.main([*argv, "--", str(script), "--luck", "{seed}", "--steps", "{budget}0"]) == 0
+    made = json.loads((tmp_path / "runs" / "report.json").read_text())
+    assert [[each["samples"] for each in row["tokens"]] for row in made["rows"]] == [[80, 160], [160], [80, 160]]
+    assert {path.name for path in (tmp_path / "runs" / "x2").glob("*-seed0")} == {
+        "single_fp32-seed0", "single_fp32-twin-seed0", "single_bf16-seed0"}  # fmt: skip
 
 
 @pytest.mark.slow
