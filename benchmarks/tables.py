@@ -9,15 +9,14 @@ measured once, on a card that was lent or by a script that is gone, has a table 
 
 import json
 import re
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from harness import ROOT, came_from
 
 from tools import drawings, page, paired, report
-from tools.tokens import cost
 
 COMPARISONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/compare_*/report.json"))
 PICTURE = "differences.svg"  # beside a comparison
@@ -273,43 +272,24 @@ def installs(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
 
 
-# Of results/h200/speed.json: compiled, but TransformerEngine's, whose modules torch.compile leaves as they are.
-ON_A_CARD = {"single_fp8": "ao-compile", "single_fp8_te": "te", "single_fp8_msamp_o2": "O2-compile",
-             "single_fp8_msamp_o3": "O3-compile"}  # fmt: skip
-
-
 def tokens(figures):
-    """What each way costs in tokens, and in time on the card that was measured."""
-    heads = ["way", *(f"loss after {each['samples']:,} samples" for each in figures["rows"][0]["tokens"])]
-    heads += ["tokens for the same loss", "B/param", "step on an H200", "time to the same loss there"]
-    rows, cases = [], read("results/h200/speed.json")["cases"]
+    """What each way of the study costs in tokens, and in time on the card that was measured."""
+    heads = ["way", "loss", "tokens for bf16's loss", "B/param", "step on an H200", "time there to bf16's loss"]
+    rows = []
     for row in figures["rows"]:
-        at = {each["budget"]: report.number(np.mean(each["values"])) for each in row["tokens"]}
-        cells = [f"`{row['config']}`", *(at.get(each["budget"], "-") for each in figures["rows"][0]["tokens"])]
-        last = row["tokens"][-1]
-        cells += [report.token_words(last) if "share" in last else "baseline"]
-        cells += [f"{row['bytes_per_parameter']['total']:.1f}"]
-        ratio = case = ON_A_CARD.get(row["config"])
-        if case:
-            ratio = cases[f"llama-{case}"]["ms"] / cases["llama-bf16-compile"]["ms"]
-        shares = [last.get("share"), *last.get("interval", [None])] if ratio else [None]
-        time = [f"{ratio * (1 + share):.2f}" for share in shares] if None not in shares else []
-        cells += [f"{ratio:.2f}" if ratio else "-", f"{time[0]} ({time[1]} to {time[2]})" if time else "-"]
-        rows.append(cells)
-    lost = read("results/tokens_lost/report.json")["rows"][0]["tokens"][-1]
-    budgets = [each["budget"] for each in figures["rows"][0]["tokens"]]
-    curve = [each["values"] for each in figures["rows"][0]["tokens"]]
-    found = cost(budgets, curve, lost["values"], len(budgets) - 1)
-    text = f"{came_from(figures)}; {len(figures['rows'][0]['seeds'])} seeds. "
-    text += f"Planted, {lost['budget'] / budgets[-1]:.0%} of the baseline's steps: {report.token_words(found)} found, "
-    text += f"{budgets[-1] / lost['budget'] - 1:+.1%} true. "
-    text += "The steps on an H200 are those of four Llama blocks ([docs/gpu.md](gpu.md)), over compiled bf16's. "
-    text += "All of it: [results/tokens/report.html](results/tokens/report.html), one file to open:"
-    return f"{text}\n\n{report.table(heads, rows)}"
+        step, ends = row.get("step"), row.get("interval", [None, None])
+        times = [f"{step * (1 + share):.2f}" for share in (row["share"], *ends)] if step and None not in ends else []
+        rows.append([
+            f"`{row['way']}`", report.number(row["loss"]), report.token_words(row) if "share" in row else "baseline",
+            f"{row['bytes_per_parameter']:.1f}", f"{step:.2f}" if step else "-",
+            f"{times[0]} ({times[1]} to {times[2]})" if times else "-",
+        ])  # fmt: skip
+    curve = ", ".join(f"{statistics.fmean(losses):.3f} after {steps}" for steps, losses in figures["budgets"].items())
+    return f"{came_from(figures)}; the held-out loss of bf16 is {curve} steps:\n\n{report.table(heads, rows)}"
 
 
 TABLES = {
-    "results/tokens/report.json": tokens,
+    "results/tokens.json": tokens,
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
     "results/install.json": installs,

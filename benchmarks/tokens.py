@@ -2,8 +2,8 @@
 
     python benchmarks/tokens.py --output results/tokens.json
 
-The ways of results/study have ended 600 steps of its task `words` (docs/study.md). This trains bf16, their baseline, for
-half and for twice as many steps with the same seeds, and says how many more tokens each way needs for bf16's loss
+The ways of results/study have ended 600 steps of its task `words` (docs/study.md). This trains bf16, their baseline,
+for half and for twice as many steps with the same seeds, and says how many more tokens each way needs for bf16's loss
 (tools/tokens.py). Planted is bf16 with 90% of the steps, as if a tenth of the tokens were lost. Finished runs in
 runs/tokens are not run again.
 """
