@@ -533,12 +533,18 @@ def saved(out):
     }
 
 
+def reference_of(client, processes):
+    many = "ddp_fp32" if meant_for(client, "ddp_fp32") else "fsdp_fp32"
+    return many if processes > 1 else "single_fp32"
+
+
 @functools.cache
 def learned(client, processes, folder, checkouts):
     """({name: value} at the start, {name: how far} in fp32 on as many processes, where an epoch has as many steps). A
     tensor whose elements move less than NOISE of the others' is moved by rounding alone: the bias of an attention's
     keys, say, whose gradient is zero."""
-    both, end = [], {1: ("single_fp32", "ours"), 2: ("ddp_fp32", "ours"), 4: ("ddp_fp32", "ours4")}[processes]
+    of_many = reference_of(client, 2)
+    both, end = [], {1: ("single_fp32", "ours"), 2: (of_many, "ours"), 4: (of_many, "ours4")}[processes]
     for config, which in (("single_fp32", "stay"), end):
         made = folder / f"{client}-{config}-{which}" / "out"
         if not made.exists():
@@ -554,7 +560,6 @@ def learned(client, processes, folder, checkouts):
 
 def moved(client, processes, folder, checkouts, out):
     """How far the saved tensors have moved, of what they move in fp32: the least, the most, and which."""
-    processes = processes if meant_for(client, "ddp_fp32") else 1
     start, far = learned(client, processes, folder, checkouts)
     mine = saved(out)
     ratios = {
@@ -563,7 +568,7 @@ def moved(client, processes, folder, checkouts, out):
     }
     ends = [min(ratios, key=ratios.get), max(ratios, key=ratios.get)] if ratios else []
     count, ratios = len(ratios), [round(ratios[name], 3) for name in ends]
-    reference = f"ddp_fp32 x {processes}" if processes > 1 else "single_fp32"
+    reference = reference_of(client, processes) + (f" x {processes}" if processes > 1 else "")
     return {"as_far_as": reference, "tensors": count, "moved": ratios, "least_and_most": ends}
 
 
