@@ -14,18 +14,23 @@ and diffusers look for a folder first. A module computes an accuracy in place of
 on the Hub. Two outcomes are right:
 
 ran      the run's record says what it was, all processes belong to one run, under DDP they have equal weights, and
-         what the script saved has been trained: each tensor that moves under single_fp32 moves 0.5 to 2 times as far
-         (moved: the least and the most, with their names), and the library that it belongs to loads the folder
+         what the script saved has been trained: each tensor that moves in fp32 on as many processes (as_far_as; in rows
+         without it under single_fp32) moves 0.5 to 2 times as far (moved: the least and the most, with their names),
+         and the library that it belongs to loads the folder; for a script that saves nothing at its end the witness
+         calls save_model where the script calls free_memory or end_training (saved_by)
 refused  one line says why, and no traceback of the script
 
-Where a script's tensors start is what it saves in a run whose learning rate is zero at each step. In fp32 each script
-also runs under Accelerate alone, on as many processes, and its losses and weights must be the same. What each optimizer
-step did is written by witness() in the processes of the run, for both in the same way.
+Where a script's tensors start is what it saves in a run whose learning rate is STAY times its own. Accelerate's
+examples warm up for 100 steps, of which they make a few here, to a rate of 2e-5, which is less than FP16 weights hold:
+the witness multiplies it by RATE, in each of their runs (rate). In fp32 each script also runs under Accelerate alone,
+on as many processes, and its losses and weights must be the same. What each optimizer step did is written by witness()
+in the processes of the run, for both in the same way.
 """
 
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -49,8 +54,10 @@ WINS = {"diffusion"}  # scripts that pass mixed_precision="no"
 PACKAGES = """accelerate transformers trl peft diffusers sentence-transformers pytorch-accelerated
     denoising-diffusion-pytorch""".split()
 PATIENCE = 400  # seconds; the longest needs about 40 of them where nothing else runs
-AS_FAR = (0.5, 2)  # of what a tensor moves under single_fp32
+AS_FAR = (0.5, 2)  # of what a tensor moves in fp32
 NOISE = 0.01
+RATE = 1000
+STAY = 1e-4  # not zero: a script may check that its weights have changed
 
 
 # ------------------------------------------------------------------------------------------------- scripts of others
@@ -72,7 +79,8 @@ def example(owner, path, words=""):
 
 
 def by_feature(name, words=""):
-    return example("accelerate", f"by_feature/{name}", words)
+    """The example saves nothing, or the state of its epochs alone."""
+    return example("accelerate", f"by_feature/{name}", words) | {"saves": False, "rate": RATE}
 
 
 def diffusion(path, words):
@@ -94,7 +102,8 @@ OTHERS = {
     "autoregressive_accumulation": by_feature(
         "gradient_accumulation_for_autoregressive_models", "--gradient_accumulation_steps 2"),
     "complete_nlp": example("accelerate", "complete_nlp_example",
-                         "--checkpointing_steps epoch --with_tracking --output_dir OUT --project_dir OUT/logs"),
+                    "--checkpointing_steps epoch --with_tracking --output_dir OUT --project_dir OUT/logs")
+                    | {"saves": False, "rate": RATE},
     "text_to_image": diffusion("text_to_image/train_text_to_image", """--train_data_dir digits/train --use_ema
         --checkpointing_steps 2 --gradient_accumulation_steps 2"""),
     "text_to_image_lora": diffusion(
@@ -113,16 +122,21 @@ OTHERS = {
         --num_virtual_tokens 4 --num_warmup_steps 0 --output_dir OUT"""),
     "peft_seq2seq": example("peft", "conditional_generation/peft_lora_seq2seq_accelerate_fsdp"),
     # run_clm_no_trainer.py of transformers, with more of DeepSpeed
-    "clm": by_feature("deepspeed_with_config_support", """--train_file train.txt --validation_file validation.txt
-        --model_name_or_path gpt2 --block_size 32 --max_train_steps 4 --gradient_accumulation_steps 2
-        --per_device_train_batch_size 4 --seed 3 --learning_rate 1e-3 --checkpointing_steps 2 --with_tracking
-        --report_to tensorboard --output_dir OUT"""),
+    "clm": example("accelerate", "by_feature/deepspeed_with_config_support", """--train_file train.txt
+        --validation_file validation.txt --model_name_or_path gpt2 --block_size 32 --max_train_steps 4
+        --gradient_accumulation_steps 2 --per_device_train_batch_size 4 --seed 3 --learning_rate 1e-3
+        --checkpointing_steps 2 --with_tracking --report_to tensorboard --output_dir OUT"""),
 }  # fmt: skip
 
 
 def meant_for(name, config):
     """Whether the script can run with what the config's strategy makes of a model, under Accelerate too."""
     return name != "peft_seq2seq" or not config.startswith("ddp")  # it calls save_pretrained of DDP, which has none
+
+
+def saves(name):
+    """Whether the script saves what it has trained."""
+    return OTHERS.get(name, {}).get("saves", True)
 
 
 def command(name, checkouts):
@@ -237,7 +251,8 @@ def texts(folder):
                          "label": ClassLabel(names=["not_equivalent", "equivalent"])})  # fmt: skip
 
     def pairs(count):
-        rows = [{"sentence1": sentence(dice), "sentence2": sentence(dice), "idx": i, "label": i % 2} for i in
+        """Three of four have the same label, so that all weights have a way to go."""
+        rows = [{"sentence1": sentence(dice), "sentence2": sentence(dice), "idx": i, "label": int(i % 4 > 0)} for i in
                 range(count)]  # fmt: skip
         return Dataset.from_list(rows, features=features)
 
@@ -380,22 +395,43 @@ def witness():
         made = {"processes": int(os.environ.get("WORLD_SIZE", "1")), "losses": losses}
         file.write_text(json.dumps(made | {"optimizers": list(optimizers.values())}))
 
-    def stay(optimizer, args, kwargs):
+    def change(optimizer, args, kwargs):
         rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = 0.0
+            group["lr"] = group["lr"] * float(os.environ["WITNESS_RATE"])
 
-    def go_on(optimizer, args, kwargs):
+    def change_back(optimizer, args, kwargs):
         for group, rate in zip(optimizer.param_groups, rates[optimizer], strict=True):
             group["lr"] = rate
 
+    if "WITNESS_SAVES" in os.environ:
+        save_at_the_end(Path(os.environ["WITNESS_SAVES"]))
     torch.Tensor.backward = kept
     register_optimizer_step_post_hook(stepped)
-    if "WITNESS_STAY" in os.environ:
-        register_optimizer_step_pre_hook(stay)
-        register_optimizer_step_post_hook(go_on)
+    if "WITNESS_RATE" in os.environ:
+        register_optimizer_step_pre_hook(change)
+        register_optimizer_step_post_hook(change_back)
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
+
+
+def save_at_the_end(folder):
+    """From now on the prepared models are saved as `folder`/1, 2, ... when the script is done with them."""
+    import accelerate
+
+    begin, numbers = accelerate.Accelerator.__init__, itertools.count(1)
+
+    def ended(accelerator, go_on, *objects):
+        for model in accelerator._models:
+            accelerator.save_model(model, folder / str(next(numbers)))
+        return go_on(*objects)
+
+    def begun(accelerator, *args, **kwargs):
+        begin(accelerator, *args, **kwargs)
+        for name in ("free_memory", "end_training"):
+            setattr(accelerator, name, functools.partial(ended, accelerator, getattr(accelerator, name)))
+
+    accelerate.Accelerator.__init__ = begun
 
 
 # ---------------------------------------------------------------------------------------------- a launch and its row
@@ -411,9 +447,10 @@ def small(folder):
     return made
 
 
-def launch(client, config, folder, checkouts, ours=True, stay=False):
-    """(folder of what it wrote, exit code or None after PATIENCE, what it printed). stay: at a rate of zero."""
-    work = folder / f"{client}-{config}-{'stay' if stay else 'ours' if ours else 'plain'}"
+def launch(client, config, folder, checkouts, ours=True, stay=False, processes=None):
+    """(folder of what it wrote, exit code or None after PATIENCE, what it printed). stay: at STAY of its rate.
+    processes: in place of the config's."""
+    work = folder / f"{client}-{config}-{'stay' if stay else 'ours' if ours else 'plain'}{processes or ''}"
     shutil.rmtree(work, ignore_errors=True)
     out = work / "out"
     shutil.copytree(small(folder), work, ignore=shutil.ignore_patterns("clip_words"))
@@ -426,6 +463,7 @@ def launch(client, config, folder, checkouts, ours=True, stay=False):
     words = ["-m", "faithful", *(["--config_wins"] if client in WINS else [])] if ours else []
     port = [] if config.startswith("single") else ["--main_process_port", "0"]
     file = ROOT / "accelerate_configs" / f"{config}.yml"
+    port += ["--num_processes", processes] if processes else []
     line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *port, *words, *script]
     (work / "sitecustomize.py").write_text(SITECUSTOMIZE)
     paths = [ROOT, work, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -438,7 +476,10 @@ def launch(client, config, folder, checkouts, ours=True, stay=False):
         "HF_DATASETS_CACHE": str(work / "cache"),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    env |= {"WITNESS_STAY": "1"} if stay else {}
+    rate = OTHERS.get(client, {}).get("rate", 1) * (STAY if stay else 1)
+    env |= {} if rate == 1 else {"WITNESS_RATE": str(rate)}
+    env |= {} if saves(client) else {"WITNESS_SAVES": str(out / "ended")}
+    given = {path.name for path in work.iterdir()} | {"cache", "__pycache__"}
     if not ours:
         env |= {"ACCELERATE_USE_CPU": "true"}  # else Accelerate makes two runs of one process each
     with (out / "printed.txt").open("w") as printed:
@@ -450,6 +491,8 @@ def launch(client, config, folder, checkouts, ours=True, stay=False):
             os.killpg(process.pid, signal.SIGKILL)
             code = None
             process.wait()
+    for path in [path for path in work.iterdir() if path.name not in given]:  # a script may save where it is started
+        path.rename(out / path.name)
     return out, code, (out / "printed.txt").read_text(errors="replace")
 
 
@@ -490,15 +533,22 @@ def saved(out):
     }
 
 
+def reference_of(client, processes):
+    many = "ddp_fp32" if meant_for(client, "ddp_fp32") else "fsdp_fp32"
+    return many if processes > 1 else "single_fp32"
+
+
 @functools.cache
-def learned(client, folder, checkouts):
-    """({name: value} at the start, {name: how far} under single_fp32). A tensor whose elements move less than NOISE of
-    the others' is moved by rounding alone: the bias of an attention's keys, say, whose gradient is zero."""
-    both = []
-    for which in ("stay", "ours"):
-        made = folder / f"{client}-single_fp32-{which}" / "out"
+def learned(client, processes, folder, checkouts):
+    """({name: value} at the start, {name: how far} in fp32 on as many processes, where an epoch has as many steps). A
+    tensor whose elements move less than NOISE of the others' is moved by rounding alone: the bias of an attention's
+    keys, say, whose gradient is zero."""
+    of_many = reference_of(client, 2)
+    both, end = [], {1: ("single_fp32", "ours"), 2: (of_many, "ours"), 4: (of_many, "ours4")}[processes]
+    for config, which in (("single_fp32", "stay"), end):
+        made = folder / f"{client}-{config}-{which}" / "out"
         if not made.exists():
-            launch(client, "single_fp32", folder, checkouts, stay=which == "stay")
+            launch(client, config, folder, checkouts, stay=which == "stay", processes=4 if which == "ours4" else None)
         both.append(saved(made))
     start, end = both
     names = sorted(start.keys() & end.keys())
@@ -508,16 +558,18 @@ def learned(client, folder, checkouts):
     return start, {name: far[name] for name, distance in each.items() if distance > noise}
 
 
-def moved(client, folder, checkouts, out):
-    """How far the saved tensors have moved, of what they move under single_fp32: the least, the most, and which."""
-    start, far = learned(client, folder, checkouts)
+def moved(client, processes, folder, checkouts, out):
+    """How far the saved tensors have moved, of what they move in fp32: the least, the most, and which."""
+    start, far = learned(client, processes, folder, checkouts)
     mine = saved(out)
     ratios = {
         name: (mine[name] - start[name]).norm().item() / distance if name in mine else 0.0
         for name, distance in far.items()
     }
     ends = [min(ratios, key=ratios.get), max(ratios, key=ratios.get)] if ratios else []
-    return {"tensors": len(ratios), "moved": [round(ratios[name], 3) for name in ends], "least_and_most": ends}
+    count, ratios = len(ratios), [round(ratios[name], 3) for name in ends]
+    reference = reference_of(client, processes) + (f" x {processes}" if processes > 1 else "")
+    return {"as_far_as": reference, "tensors": count, "moved": ratios, "least_and_most": ends}
 
 
 def not_loaded(out):
@@ -551,10 +603,13 @@ def not_loaded(out):
 
 def judged(row, folder, checkouts, out):
     """A row of a run that has ended well, with what it saved."""
-    row, why = row | moved(row["client"], folder, checkouts, out), not_loaded(out)
-    if row["moved"] and not AS_FAR[0] <= row["moved"][0] <= row["moved"][1] <= AS_FAR[1]:
-        why = "{} or {} moves {} to {} times as far as under single_fp32"
-        why = why.format(*row["least_and_most"], *row["moved"])
+    row, why = row | moved(row["client"], row["processes"], folder, checkouts, out), not_loaded(out)
+    row |= {} if saves(row["client"]) else {"saved_by": "the witness"}
+    if not row["moved"]:
+        why = f"nothing that it saves moves under {row['as_far_as']}"
+    elif not AS_FAR[0] <= row["moved"][0] <= row["moved"][1] <= AS_FAR[1]:
+        why = "{} or {} moves {} to {} times as far as under {}"
+        why = why.format(*row["least_and_most"], *row["moved"], row["as_far_as"])
     return row | ({"outcome": "failed", "why": why} if why else {})
 
 
@@ -579,7 +634,8 @@ def last_error(printed):
     return (lines or printed.splitlines()[-1:] or ["?"])[-1][:400]
 
 
-AMONG = re.compile(r"(^|/)(checkpoint|step|epoch)[-_]?\d|^(run|bert\d|cache)/")  # not what a script saves at its end
+# not what a script saves at its end
+AMONG = re.compile(r"(^|/)((checkpoint|step|epoch)[-_]?\d|best_checkpoint/)|^(run|bert\d|cache)/")
 
 
 def outcome(client, config, folder, checkouts=None):
@@ -587,6 +643,7 @@ def outcome(client, config, folder, checkouts=None):
     row, began = {"client": client, "config": config, "date": datetime.date.today().isoformat()}, time.monotonic()
     if client in OTHERS:
         row["script"] = origin(client, checkouts)
+        row |= {"rate": OTHERS[client]["rate"]} if "rate" in OTHERS[client] else {}
     out, code, printed = launch(client, config, folder, checkouts)
     row["seconds"] = round(time.monotonic() - began)
     if code is None:

@@ -55,6 +55,14 @@ def refuse_options(names: Collection[str]) -> None:
         )
 
 
+def refuse_own_backward() -> NoReturn:
+    """DeepSpeed's engine has nothing to update with, and would leave each weight as it is."""
+    raise Refused(
+        "the script calls loss.backward(), of which DeepSpeed's engine does not know when it steps: call "
+        "accelerator.backward(loss), or use a ddp or fsdp config"
+    )
+
+
 def refuse_step() -> NoReturn:
     """Torch's step would use the gradients of before again, or zeros, which move a weight by its momentum."""
     raise Refused(

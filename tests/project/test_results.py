@@ -118,22 +118,36 @@ def test_a_saved_tensor_that_never_moved_is_found_and_rounding_is_no_move(tmp_pa
         (out / "checkpoint-1").mkdir(parents=True)
         save_file(tensors, out / "model.safetensors")
         save_file(start, out / "checkpoint-1" / "model.safetensors")
-    row = {"client": "some", "config": "ddp_fp8", "outcome": "ran"}
+    row = {"client": "some", "config": "ddp_fp8", "outcome": "ran", "processes": 1}
     found = clients.judged(row, tmp_path, None, tmp_path / "some-ddp_fp8-ours" / "out")
     assert found["outcome"] == "failed" and found["tensors"] == 2 and found["moved"] == [0, 1]
     assert (
         found["why"]
         == "model.safetensors:head or model.safetensors:body moves 0.0 to 1.0 times as far as under single_fp32"
     )
+    # of two processes, which make half as many steps in an epoch
+    (tmp_path / "some-single_fp32-ours").rename(tmp_path / "some-ddp_fp32-ours")
+    row["processes"] = 2
+    found = clients.judged(row, tmp_path, None, tmp_path / "some-ddp_fp32-ours" / "out")
+    assert found["outcome"] == "ran" and found["as_far_as"] == "ddp_fp32 x 2" and found["moved"] == [1, 1]
+    found = clients.judged(row, tmp_path, None, tmp_path / "saved-nothing")
+    assert found["outcome"] == "failed" and found["moved"] == [0, 0]
 
 
-def test_each_tensor_that_a_trainer_saves_has_moved_as_far_as_in_fp32_on_one_device():
-    rows = [row for row in result("clients")["rows"] if "moved" in row]
-    clients = """causal sft trl_dpo trl_kto trl_grpo trl_reward sentences sentences_cached sentences_cross
-                 text_to_image text_to_image_lora dreambooth unconditional controlnet"""
-    assert {row["client"] for row in rows} == set(clients.split()) and len(rows) >= 125
-    assert all(row["tensors"] >= 20 and row["outcome"] == "ran" for row in rows)
-    least, most = min(row["moved"][0] for row in rows), max(row["moved"][1] for row in rows)
+def test_each_tensor_that_a_script_saves_has_moved_as_far_as_in_fp32():
+    """Rows of unjudged are older; that they ran is what their records say."""
+    unjudged = set(
+        "checkpointing cross_validation memory tracking ddp_comm_hook local_sgd complete_nlp autoregressive_accumulation".split()
+    )
+    clients, rows = importlib.import_module("clients"), result("clients")["rows"]
+    assert {row["client"] for row in rows if row["outcome"] == "ran" and "moved" not in row} == unjudged
+    for client in {row["client"] for row in rows} - unjudged:
+        configs = sorted(config for config in clients.CONFIGS if clients.meant_for(client, config))
+        assert sorted(row["config"] for row in rows if row["client"] == client) == configs, client
+    judged = [row for row in rows if "moved" in row]
+    assert len(judged) >= 125 and all(row["tensors"] and row["outcome"] == "ran" for row in judged)
+    assert all(row.get("saved_by") == (None if clients.saves(row["client"]) else "the witness") for row in judged)
+    least, most = min(row["moved"][0] for row in judged), max(row["moved"][1] for row in judged)
     assert least > 0.5 and most < 2
     assert f"{least:.2f} to {most:.2f} times as far" in " ".join((ROOT / "docs" / "own-script.md").read_text().split())
 
@@ -211,8 +225,7 @@ def test_every_config_trains_and_resumes_with_each_number_of_processes_or_is_ref
     cells = {(row["config"], row["processes"]): row for row in found["cells"]}
     names = [path.stem for path in (ROOT / "accelerate_configs").glob("*.yml")]
     wanted = {(name, n) for name in names for n in ((1,) if name.startswith("single") else (1, 2, 3, 4))}
-    slow = {(name, n) for name, n in wanted if name == "fsdp_fp8_msamp_o2_compile"}
-    assert wanted - slow <= cells.keys() <= wanted
+    assert cells.keys() == wanted
     assert {row["outcome"] for row in cells.values()} == {"trains", "refused"}
     trained = [row for row in cells.values() if row["outcome"] == "trains"]
     assert all(row["resumed"] and row["furthest"] <= row["bound"] for row in trained) and len(trained) > 150

@@ -364,6 +364,7 @@ ROWS = {
         at("backward", steps=(1,))(lambda run: run.optimizer.zero_grad(set_to_none=False)),
     "clip_grad_norm_ of no parameter": at("backward")(lambda run: nn.utils.clip_grad_norm_([], 1e-3)),
     "backward(loss, gradient)": at("begun")(with_gradient_argument),
+    "loss.backward() alone": at("prepared")(lambda run: setattr(run, "backward", torch.Tensor.backward)),
     "loss.backward()": at("begun")(lambda run: (-2.0 * run.loss_of()).backward()),
 }  # fmt: skip
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward", "p.data = in forward"}  # rows for Net alone
@@ -373,7 +374,7 @@ WITHOUT_EFFECT = {  # on the weights, which in torch are those of training witho
     "an infinite loss is given up", "weights swapped for an evaluation", "an evaluation between backward and step",
     "two forward passes, one backward pass", "optimizer.state.clear()", "optimizer.load_state_dict",
     "model.zero_grad(set_to_none=False) before a step", "optimizer.zero_grad(set_to_none=False) before a step",
-    "clip_grad_norm_ of no parameter",
+    "clip_grad_norm_ of no parameter", "loss.backward() alone",
 }  # fmt: skip
 
 

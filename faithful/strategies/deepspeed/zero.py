@@ -214,6 +214,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             held.after_backward(sync_gradients)
 
         def step() -> None:
+            if self._passed_outside and not held.begun:
+                guard.refuse_own_backward()
             if held.nothing_to_update():
                 return
             with held.working():
