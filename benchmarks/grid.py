@@ -35,7 +35,7 @@ from conftest import CONFIGS, Ranks, metrics  # noqa: E402  forks ranks from a p
 
 from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import read_env, to_env  # noqa: E402
-from shared import models  # noqa: E402
+from shared import lm  # noqa: E402
 
 OF_REPORTS = ("single_bf16", "ddp_bf16", "fsdp_bf16", "hsdp_bf16", "zero1_bf16", "zero2_bf16", "zero3_bf16",
               "single_fp8_msamp_o2", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2",
@@ -169,7 +169,7 @@ def main():
     import deepspeed  # noqa: F401  once, and not in each rank
     import torchao  # noqa: F401
 
-    models.GPT_SIZES["llama_grid"] = ("llama", 64, 2, 4)  # for the forked ranks
+    lm.GPT_SIZES["llama_grid"] = ("llama", 64, 2, 4)  # for the forked ranks
     names = [path.stem for path in CONFIGS.glob("*.yml")]
     names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in args.configs)]
     file = ROOT / "results" / ("reports.json" if args.reports else "grid.json")

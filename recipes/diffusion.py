@@ -17,20 +17,17 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
-from shared import args as options  # noqa: E402
-from shared import data, diffusion, images  # noqa: E402
+from shared import args as options, data, diffusion, images  # noqa: E402
 
 
 @dataclass
 class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
-    # what is trained
     dataset: str = "digits"  # digits, photos, textures, synthetic, a Hub dataset, or a folder with one folder per class
     image_size: int | None = None  # pixels; default: the data's own, or 224
     model: str = "dit_nano"  # dit_nano, dit_tiny, dit_small, dit_base, dit_large, dit_xl
     label_dropout: float = 0.1  # part of the samples that are shown without their class, which guidance needs
     skip_broken: int = 0  # number of unreadable images to skip before it is an error
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
-    # optimization
     learning_rate: float = 1e-3  # peak, after the warm-up
     weight_decay: float = 0.0  # decoupled in AdamW
     ema_decay: float = 0.995  # of the average of weights that draws, and is saved; 0 means none
@@ -80,9 +77,11 @@ def main(args: Arguments) -> None:
 
     fused = accelerator.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay, fused=fused)
-    lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
+    samples = data.global_batch_size(accelerator, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.max_steps = data.steps(args.max_steps, args.num_train_epochs, len(train_set) // samples)
+    lr_scheduler = data.lr_scheduler(optimizer, args.lr_scheduler_type, args.warmup_steps, args.max_steps)
     progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()}, accelerator, args)
-    order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
+    order = data.Order(len(train_set), samples, args.seed, progress)
     loading = data.loading(args.dataloader_num_workers, dtype)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)
@@ -97,7 +96,7 @@ def main(args: Arguments) -> None:
 
     model.train()
     batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
-    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
+    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, samples)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             values = evaluate(accelerator, best, eval_loader, samples, progress.step)
@@ -124,13 +123,12 @@ def main(args: Arguments) -> None:
             loss = accelerator.gather(torch.stack(losses)).mean().item()
             values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
             accelerator.log(values, step=progress.step)
-            bar.set_postfix(loss=loss)
         lr_scheduler.step()
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
     bar.close()
     values = evaluate(accelerator, best, eval_loader, samples, progress.step)
-    accelerator.log(progress.judged(values), step=progress.step)
+    accelerator.log(progress.judged(values, last=True), step=progress.step)
     if progress.load_best():
         accelerator.log(evaluate(accelerator, best, eval_loader, samples, progress.step), step=progress.step)
     accelerator.save_model(best, f"{output_dir}/model")

@@ -16,13 +16,11 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
-from shared import args as options  # noqa: E402
-from shared import data, dpo, models, sft  # noqa: E402
+from shared import args as options, data, dpo, lm, models, sft  # noqa: E402
 
 
 @dataclass
 class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
-    # what is trained
     dataset: str = "python_functions"  # python_functions, a .json file or a Hub dataset of prompt, chosen, rejected
     sequence_length: int = 128  # tokens
     skip_long: bool = False  # leave out pairs of which an answer does not fit into a sequence
@@ -32,7 +30,6 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     lora_alpha: int = 16  # adapters count by this over their rank
     gradient_checkpointing: bool = False  # compute each block again in the backward pass, to save memory
     beta: float = 0.1  # rewards are this times the log of how much likelier than the reference
-    # optimization
     learning_rate: float = 1e-3  # peak, after the warm-up; about 1e-6 with --pretrained, 1e-5 with LoRA
     weight_decay: float = 0.05  # decoupled in AdamW
     warmup_steps: int = 30  # optimizer steps of linear warm-up
@@ -71,16 +68,19 @@ def main(args: Arguments) -> None:
     )
     set_seed(args.seed, deterministic=args.deterministic)
     with accelerator.main_process_first():
-        known = models.model_folder(args.model) if args.pretrained else None
+        known = lm.model_folder(args.model) if args.pretrained else None
         train_set, eval_set = dpo.preferences(args.dataset, args.sequence_length, args.skip_long, known)
-    model = models.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained)
+    model = lm.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained)
     model = sft.adapted(model, args.lora_rank, args.lora_alpha, args.gradient_checkpointing)
     set_seed(args.seed, device_specific=True)
 
-    optimizer = torch.optim.AdamW(models.groups(model, args), fused=accelerator.device.type == "cuda")
-    lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
+    groups = models.groups(model, args.learning_rate, args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, fused=accelerator.device.type == "cuda")
+    samples = data.global_batch_size(accelerator, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.max_steps = data.steps(args.max_steps, args.num_train_epochs, len(train_set) // samples)
+    lr_scheduler = data.lr_scheduler(optimizer, args.lr_scheduler_type, args.warmup_steps, args.max_steps)
     progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()}, accelerator, args)
-    order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
+    order = data.Order(len(train_set), samples, args.seed, progress)
     loading = data.loading(args.dataloader_num_workers)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)
@@ -97,7 +97,7 @@ def main(args: Arguments) -> None:
 
     model.train()
     batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
-    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
+    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, samples)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader, args.beta)), step=progress.step)
@@ -122,17 +122,17 @@ def main(args: Arguments) -> None:
             loss = accelerator.gather(torch.stack(losses)).mean().item()
             values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
             accelerator.log(values, step=progress.step)
-            bar.set_postfix(loss=loss)
         lr_scheduler.step()
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
     bar.close()
-    values = progress.judged(evaluate(accelerator, model, eval_loader, args.beta))
+    values = progress.judged(evaluate(accelerator, model, eval_loader, args.beta), last=True)
     accelerator.log(values, step=progress.step)
     if progress.load_best():
         values = evaluate(accelerator, model, eval_loader, args.beta)
     accelerator.save_model(model, f"{output_dir}/model")
-    accelerator.log(values | dpo.leave(accelerator, model, eval_loader, output_dir, args), step=progress.step)
+    scale = args.lora_rank and args.lora_alpha / args.lora_rank
+    accelerator.log(values | dpo.leave(accelerator, model, eval_loader, output_dir, scale), step=progress.step)
     accelerator.end_training()
 
 

@@ -17,13 +17,11 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
-from shared import args as options  # noqa: E402
-from shared import data, models, optimizers, text  # noqa: E402
+from shared import args as options, data, lm, models, optimizers, text  # noqa: E402
 
 
 @dataclass
 class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
-    # what is trained
     dataset: str = "python_docs"  # python_docs, python_source, a text file, a folder of them, or a Hub dataset
     sequence_length: int = 128  # tokens
     vocab_size: int = 0  # of a byte-level BPE trained on the dataset; 0 means bytes
@@ -34,7 +32,6 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     layer_decay: float = 1.0  # a block's learning rate is this fraction of the next block's
     dropout: float = 0.0  # probability, in every dropout layer of the model
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
-    # optimization
     optimizer: Literal["adamw", "sgd", "adamw_8bit", "adamw_bf16", "adafactor", "muon"] = "adamw"  # sgd: momentum 0.9
     learning_rate: float = 2e-3  # peak, after the warm-up
     weight_decay: float = 0.05  # decoupled in AdamW
@@ -75,16 +72,19 @@ def main(args: Arguments) -> None:
     )
     set_seed(args.seed, deterministic=args.deterministic)
     with accelerator.main_process_first():
-        known = models.model_folder(args.model) if args.pretrained else None
+        known = lm.model_folder(args.model) if args.pretrained else None
         train_set, eval_set = text.texts(args.dataset, args.sequence_length, args.vocab_size, args.packing, known)
     dtype = getattr(torch, args.dtype)
-    model = models.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained, args.dropout).to(dtype)
+    model = lm.gpt(args.model, train_set.vocab_size, args.sequence_length, args.pretrained, args.dropout).to(dtype)
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
-    optimizer = optimizers.optimizer(model, args, accelerator.device)
-    lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
+    groups = models.groups(model, args.learning_rate, args.weight_decay, args.freeze, args.layer_decay)
+    optimizer = optimizers.optimizer(args.optimizer, groups, model, accelerator.device)
+    samples = data.global_batch_size(accelerator, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.max_steps = data.steps(args.max_steps, args.num_train_epochs, len(train_set) // samples)
+    lr_scheduler = data.lr_scheduler(optimizer, args.lr_scheduler_type, args.warmup_steps, args.max_steps)
     progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()}, accelerator, args)
-    order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
+    order = data.Order(len(train_set), samples, args.seed, progress)
     loading = data.loading(args.dataloader_num_workers, dtype)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)
@@ -97,12 +97,12 @@ def main(args: Arguments) -> None:
 
     model.train()
     batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
-    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
+    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, samples)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
         # Accelerate and DDP average over batches. Dividing by this makes the loss a mean over all tokens of the step.
-        tokens_per_batch = train_set.mean_count(order.batch(progress.batch)) * text.own_samples(accelerator, args)
+        tokens_per_batch = train_set.labels(accelerator, order.batch(progress.batch), args.per_device_train_batch_size)
         losses = []
         for _ in range(args.gradient_accumulation_steps):
             batch = next(batches)
@@ -124,12 +124,11 @@ def main(args: Arguments) -> None:
             loss = accelerator.gather(torch.stack(losses)).mean().item()
             values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
             accelerator.log(values, step=progress.step)
-            bar.set_postfix(loss=loss)
         lr_scheduler.step()
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
     bar.close()
-    accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
+    accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader), last=True), step=progress.step)
     if progress.load_best():
         accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
     accelerator.save_model(model, f"{output_dir}/model")

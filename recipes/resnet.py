@@ -18,13 +18,11 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from faithful import Accelerator  # noqa: E402
-from shared import args as options  # noqa: E402
-from shared import data, images, models, optimizers, vision  # noqa: E402
+from shared import args as options, data, images, models, optimizers, resnets, vision  # noqa: E402
 
 
 @dataclass
 class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps, save_steps and others
-    # what is trained
     dataset: str = "digits"  # digits, photos, textures, synthetic, a Hub dataset, or a folder with one folder per class
     image_size: int | None = None  # pixels; default: the data's own, a pretrained model's, or 224
     model: str = "resnet_nano"  # resnet_nano, resnet18, resnet50, any ResNet of timm, a run
@@ -34,7 +32,6 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     dropout: float = 0.0  # probability, in every dropout layer of the model
     skip_broken: int = 0  # number of unreadable images to skip before it is an error
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the parameters themselves
-    # optimization
     optimizer: Literal["adamw", "sgd", "adamw_8bit", "adamw_bf16", "adafactor", "muon"] = "adamw"  # sgd: momentum 0.9
     learning_rate: float = 2e-3  # peak, after the warm-up
     weight_decay: float = 0.05  # decoupled in AdamW
@@ -78,13 +75,16 @@ def main(args: Arguments) -> None:
         train_set, eval_set = images.images(args.dataset, args.image_size, config, args.seed, args.skip_broken)
     dtype = getattr(torch, args.dtype)
     shape = train_set.image_size, train_set.in_chans, train_set.num_classes
-    model = vision.resnet(args.model, *shape, args.pretrained, args.dropout).to(dtype)
+    model = resnets.resnet(args.model, *shape, args.pretrained, args.dropout).to(dtype)
     set_seed(args.seed, device_specific=True)  # each process draws its own dropout masks
 
-    optimizer = optimizers.optimizer(model, args, accelerator.device)
-    lr_scheduler = data.lr_scheduler(accelerator, optimizer, args, len(train_set))
+    groups = models.groups(model, args.learning_rate, args.weight_decay, args.freeze, args.layer_decay)
+    optimizer = optimizers.optimizer(args.optimizer, groups, model, accelerator.device)
+    samples = data.global_batch_size(accelerator, args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.max_steps = data.steps(args.max_steps, args.num_train_epochs, len(train_set) // samples)
+    lr_scheduler = data.lr_scheduler(optimizer, args.lr_scheduler_type, args.warmup_steps, args.max_steps)
     progress = data.Progress(options.that_count(args) | {"data": train_set.fingerprint()}, accelerator, args)
-    order = data.Order(len(train_set), data.global_batch_size(accelerator, args), args.seed, progress)
+    order = data.Order(len(train_set), samples, args.seed, progress)
     loading = data.loading(args.dataloader_num_workers, dtype)
     train_loader = DataLoader(train_set, args.per_device_train_batch_size, sampler=order, **loading)
     eval_loader = DataLoader(eval_set, args.per_device_eval_batch_size, **loading)
@@ -97,7 +97,7 @@ def main(args: Arguments) -> None:
 
     model.train()
     batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
-    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, order.global_batch_size)
+    bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, samples)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
             accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
@@ -113,7 +113,7 @@ def main(args: Arguments) -> None:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or torch.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-        vision.average_statistics(model)
+        resnets.average_statistics(model)
         progress.batch += 1
         if accelerator.optimizer_step_was_skipped:  # fp16's gradient scaler saw an overflow
             continue
@@ -123,12 +123,11 @@ def main(args: Arguments) -> None:
             loss = accelerator.gather(torch.stack(losses)).mean().item()
             values = {"loss": loss, "grad_norm": grad_norm.item(), "learning_rate": lr_scheduler.get_last_lr()[0]}
             accelerator.log(values, step=progress.step)
-            bar.set_postfix(loss=loss)
         lr_scheduler.step()
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
     bar.close()
-    accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader)), step=progress.step)
+    accelerator.log(progress.judged(evaluate(accelerator, model, eval_loader), last=True), step=progress.step)
     if progress.load_best():
         accelerator.log(evaluate(accelerator, model, eval_loader), step=progress.step)
     accelerator.save_model(model, f"{output_dir}/model")

@@ -4,15 +4,13 @@ Each field is an option. Its default is the option's default, and the comment be
 
     learning_rate: float = 2e-3  # peak, after the warm-up
 
-Options are spelled with underscores or dashes. This module imports no torch, so that the start stays fast. At its end
-stands what run.json and data.json must be to be read.
+Options are spelled with underscores or dashes. This module imports no torch, so that the start stays fast.
 """
 
 import argparse
 import dataclasses
 import difflib
 import inspect
-import json
 import os
 import re
 import sys
@@ -86,26 +84,19 @@ QUIET = 4  # seconds after which a log gets a line; who looks once a second leav
 
 def number(kind: type[int] | type[float], least: float = -MOST, most: float | None = None) -> Callable[[str], float]:
     """The `type` of an option, for argparse: an int or a float from `least` to `most`."""
+    greatest = most if most is not None else MOST if kind is int else sys.float_info.max
+    words = f" from {least} to {most}" if most is not None else f", {least} or more" if least != -MOST else ""
 
     def parsed(text: str) -> float:
         try:
             value = kind(text) if len(text) < 30 else None  # Python refuses to read thousands of digits
         except ValueError:
             value = None
-        greatest = most if most is not None else MOST if kind is int else sys.float_info.max
         if value is None or not least <= value <= greatest:  # nan is in no range
-            raise argparse.ArgumentTypeError(f"{short(text)} is not {said(kind, least, most)}")
+            raise argparse.ArgumentTypeError(f"{short(text)} is not a {'whole ' * (kind is int)}number{words}")
         return value
 
     return parsed
-
-
-def said(kind: type[int] | type[float], least: float, most: float | None) -> str:
-    """The range in words: `a whole number, 1 or more`."""
-    name = "a whole number" if kind is int else "a number"
-    if most is None:
-        return name if least == -MOST else f"{name}, {least} or more"
-    return f"{name} from {least} to {most}"
 
 
 def short(text: str, most: int = 60) -> str:
@@ -173,27 +164,22 @@ def words_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
     """The options in a YAML or JSON file, as words of a command line: their values are the texts that stand there."""
     import yaml
 
-    words, at = {}, Path(file)
     try:
-        if not at.is_file() or at.stat().st_size > 1 << 16:  # a pipe would be waited for
-            raise OSError("it is longer than 65,536 bytes" if at.is_file() else "no such file")
-        lines = yaml.compose(at.read_text(), yaml.SafeLoader)  # pyrefly: ignore[bad-argument-type]
+        values = yaml.load(Path(file).read_text(), yaml.BaseLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"--config {file} cannot be read: {' '.join(str(error).split())}")
-    for key, value in lines.value if isinstance(lines, yaml.MappingNode) else [(None, None)]:
-        if not isinstance(value, yaml.ScalarNode):
-            parser.error(f"--config {file} does not hold `option: value` lines alone")
-        option = f"--{key.value}"
-        if option not in parser._option_string_actions or option in ("--config", "--help"):
-            parser.error(f"unrecognized arguments: {option} in {file}")
-        if option in words:
-            parser.error(f"--config {file} has {key.value} twice")
-        words[option] = f"{option}={value.value}"
-        if isinstance(parser._option_string_actions[option], argparse.BooleanOptionalAction):
-            words[option] = {"true": option, "false": f"--no-{key.value}"}.get(value.value.lower(), words[option])
-        elif value.value in ("", "null", "~"):  # as if it were not there
-            words[option] = ""
-    return list(filter(None, words.values()))
+    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
+        parser.error(f"--config {file} does not hold `option: value` lines alone")
+    words = []
+    for key, value in values.items():
+        option = parser._option_string_actions.get(f"--{key}")
+        if option is None or key in ("config", "help"):
+            parser.error(f"unrecognized arguments: --{key} in {file}")
+        if isinstance(option, argparse.BooleanOptionalAction) and value.lower() in ("true", "false"):
+            words.append(f"--{key}" if value.lower() == "true" else f"--no-{key}")
+        elif value not in ("", "null", "~"):
+            words.append(f"--{key}={value}")
+    return words
 
 
 def parser_of(cls: type, kind: type[Parser] = Parser) -> Parser:
@@ -233,15 +219,11 @@ def grad_scaler(text: str) -> "list[GradScalerKwargs]":
     """Accelerate's handlers for fp16's gradient scaler, from `"init_scale=1024,growth_interval=100"`; "" means none."""
     from accelerate.utils import GradScalerKwargs
 
-    kinds = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
-    try:
-        pairs = [item.split("=") for item in text.split(",") if item]
-        values: dict[str, typing.Any] = {key: number(kinds[key], *RANGES[key])(value) for key, value in pairs}
-    except argparse.ArgumentTypeError as error:
-        Parser().error(f"--grad_scaler {short(text)}: {error}")  # there is no Accelerator yet
-    except (KeyError, ValueError):
-        keys = ", ".join(f"{key}={kind.__name__}" for key, kind in kinds.items())
-        Parser().error(f"--grad_scaler {short(text)!r} is not one of {keys}")
+    parser = Parser("What --grad_scaler takes, with commas between them.")
+    for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
+        kind = number(int if key == "growth_interval" else float, *RANGES[key])
+        parser.add_argument(f"--{key}", type=kind, default=argparse.SUPPRESS)
+    values = vars(parser.parse_args([f"--{item}" for item in text.split(",") if item]))
     return [GradScalerKwargs(**values)] if values else []
 
 
@@ -298,43 +280,3 @@ def with_bar(loader: "DataLoader", main: bool) -> Iterator[typing.Any]:
         for batch in loader:
             yield batch
             shown.update()
-
-
-# ---- files of a run, which may be anyone's ----
-
-
-def whole(first: int, last: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is int and first <= value <= last
-
-
-def numbers(value: object) -> bool:
-    small = isinstance(value, list) and 0 < len(value) <= 64
-    return small and all(type(one) in (int, float) and abs(one) < 1e6 for one in value)
-
-
-def texts(value: object) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value))
-
-
-# What data.json may hold, which may be anyone's: {key: function from a value to whether it is right}. Another data set
-# than images has no image_size; keys may be absent.
-DATA_FORM = {
-    "image_size": lambda size: size is None or whole(1, 4096)(size), "in_chans": whole(1, 64),
-    "num_classes": whole(1, 100_000), "sequence_length": whole(1, 10**6), "vocab_size": whole(1, 10**7),
-    "classes": texts, "interpolation": lambda name: isinstance(name, str), "mean": numbers, "std": numbers,
-    "crop_pct": lambda value: value is None or (type(value) in (int, float) and 0 < value <= 10),
-    "fingerprint": lambda value: value is None or isinstance(value, str),
-}  # fmt: skip
-
-
-def read_object(path: Path) -> dict[str, typing.Any]:
-    """The object in a JSON file. Raises Refused for anything else."""
-    try:
-        if not path.is_file() or path.stat().st_size > 1 << 23:  # a pipe would be waited for
-            raise OSError("it is larger than 8 MiB" if path.is_file() else "no such file")
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise Refused(f"{path} cannot be read ({str(error)[:200]})") from None
-    if not isinstance(value, dict):
-        raise Refused(f"{path}: its content is not an object")
-    return value

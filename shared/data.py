@@ -11,7 +11,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from shared.args import Refused, short
+from shared.args import Refused
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -91,9 +91,10 @@ class Progress:
         self.best, path = best, self.checkpoint(best["step"])
         self.accelerator.project_configuration.best_model_checkpoint = path
 
-    def judged(self, values: dict[str, float]) -> dict[str, float]:
-        """The values of an evaluation of this step, when it is noted whether they are the best. Every rank calls it."""
-        if not self.args.load_best_model_at_end:
+    def judged(self, values: dict[str, float], last: bool = False) -> dict[str, float]:
+        """The values of an evaluation of this step, when it is noted whether they are the best. last: of the last step,
+        which needs no checkpoint. Every rank calls it."""
+        if not self.args or not self.args.load_best_model_at_end:
             return values
         new = self.wanted()
         name = next((name for name in (new["metric"], f"eval_{new['metric']}") if name in values), None)
@@ -101,7 +102,7 @@ class Progress:
             raise Refused(f"--metric_for_best_model {new['metric']}: an evaluation has {', '.join(values)}")
         new |= {"step": self.step, "value": float(values[name])}
         saved = self.step % self.args.save_steps == 0 and self.step != self.elsewhere
-        if math.isfinite(new["value"]) and (saved or self.step == self.args.max_steps):
+        if math.isfinite(new["value"]) and (saved or last):
             gain = (new["value"] - self.best["value"]) * (1 if new["greater"] else -1) if self.best else 1
             self.keep(*broadcast_object_list([new if gain > 0 else self.best]))
         return values
@@ -143,22 +144,23 @@ class Order(torch.utils.data.Sampler):
             yield from (self.batch(number) + self.epoch * self.length).tolist()
 
 
-def global_batch_size(accelerator: Accelerator, args: Any) -> int:
+def global_batch_size(accelerator: Accelerator, batch_size: int, accumulation: int) -> int:
     """Samples per optimizer step. Processes of tensor or sequence parallel share a batch."""
     sharing = getattr(accelerator.parallelism_config, "non_data_parallel_size", 1)
-    return args.per_device_train_batch_size * args.gradient_accumulation_steps * (accelerator.num_processes // sharing)
+    return batch_size * accumulation * (accelerator.num_processes // sharing)
 
 
 def lr_scheduler(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, args: Any, length: int
+    optimizer: torch.optim.Optimizer, kind: str, warmup_steps: int, max_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The schedule of --lr_scheduler_type. Sets args.max_steps to the optimizer steps of --num_train_epochs, if that is
-    given. length: samples in the set, of which an epoch leaves out those that do not fill a global batch."""
     from transformers import get_scheduler
 
-    if args.num_train_epochs is not None:
-        args.max_steps = math.ceil(args.num_train_epochs * (length // global_batch_size(accelerator, args))) or 1
-    return get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
+    return get_scheduler(kind, optimizer, warmup_steps, max_steps)
+
+
+def steps(max_steps: int, epochs: float | None, steps_per_epoch: int) -> int:
+    """Optimizer steps of the training: those of so many epochs, if they are given."""
+    return max_steps if epochs is None else math.ceil(epochs * steps_per_epoch) or 1
 
 
 def about(dataset: object) -> dict[str, Any]:
@@ -185,22 +187,27 @@ def describe(accelerator: Any, dataset: Any) -> Path:
     return folder
 
 
-def write(path: Path, content: bytes | Callable[[Path], object]) -> None:
-    """Puts a file of these bytes, or one that a function writes, in the place of another, or of nothing, in one step. A
-    symlink goes, not the file that it leads to. Raises OSError, also if there is a folder, a pipe or a device."""
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no file")
+def write(path: Path, content: bytes) -> None:
+    """Puts a file of these bytes in the place of another, or of nothing, in one step. A symlink goes, not the file that
+    it leads to."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:
-            content(temporary) if callable(content) else file.write(content)
-            temporary.chmod(os.fstat(file.fileno()).st_mode)  # safetensors makes another file, for the user alone
-        with temporary.open("rb") as file:
+            file.write(content)
+            file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def rows(name: str, offline: str) -> "DatasetDict":
+    """The splits of a .csv or .json(l) file, or of a set of the Hub, "name" or "name:part". offline: as in `load`."""
+    file_format = Path(name).suffix[1:].removesuffix("l")  # jsonl is json to `datasets`
+    if file_format in ("csv", "json"):
+        return load(name, offline, file_format, data_files=name)
+    return load(name, offline, *name.split(":"))
 
 
 def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
@@ -212,9 +219,6 @@ def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ValueError("it is a pipe or a device, not a file or a folder")
-        for file in (path, *path.glob("**/*.json*")):
-            if file.suffix in (".json", ".jsonl") and file.is_file() and depth_of(file) > 200:
-                raise ValueError(f"{file.name} holds lists in lists more than 200 deep")
         if not path.exists():
             try:
                 get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -229,24 +233,17 @@ def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE  # as it was at the start, for --push_to_hub
 
 
-def depth_of(file: Path) -> int:
-    """How deep lists and objects in a JSON file are in one another. At 10,000 the parser of `datasets` would crash."""
-    others = bytes(set(range(256)) - set(b"[]{}"))
-    with file.open("rb") as lines:
-        parts = (line.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"') for line in lines)  # each second is text
-        brackets = itertools.chain.from_iterable(b"".join(part[::2]).translate(None, others) for part in parts)
-        return max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
-
-
 def column(split: "Dataset", key: str, name: str) -> list[Any]:
     """All values of a column. `datasets` finds text that is not UTF-8 only here."""
     try:
         return split[key][:]
     except UnicodeDecodeError as error:
-        raise Refused(
-            f"--dataset {name}: column {key} holds text that is not UTF-8: byte {error.object[error.start]:#x} after "
-            f"{short(error.object[: error.start].decode()[-30:])!r}; convert it, or leave that row out"
-        ) from None
+        raise Refused(f"--dataset {name}: column {key} holds text that is not UTF-8 ({error})") from None
+
+
+def strings(split: "Dataset") -> list[str]:
+    """The names of the columns of text."""
+    return [key for key, feature in split.features.items() if "string" in str(getattr(feature, "dtype", ""))]
 
 
 def split_of(loaded: "DatasetDict", name: str) -> "tuple[Dataset, Dataset]":
@@ -263,10 +260,9 @@ def split_of(loaded: "DatasetDict", name: str) -> "tuple[Dataset, Dataset]":
 def refuse_labels_out_of_range(name: str, split: "Dataset", column: str) -> None:
     """Raises Refused for labels out of range. Hub sets use -1 for samples without a label, which a loss cannot take."""
     labels, count = np.array(split[column][:], float), split.features[column].num_classes  # None becomes nan
-    wrong = np.flatnonzero(~((labels >= 0) & (labels < count)))
     if count < 2:
         raise Refused(f"--dataset {name} has {count} class: classification needs two or more")
-    if len(wrong):
+    if len(wrong := np.flatnonzero(~((labels >= 0) & (labels < count)))):
         raise Refused(
             f"--dataset {name}: {len(wrong)} labels are out of range, the first is {split[column][int(wrong[0])]} at "
             f"index {wrong[0]} of {split.split or 'a split'}; there are classes 0 to {count - 1}"

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shared import args, data, models, pairs, sft, text
+from shared import args, data, models, sft, text
 from shared.args import Refused
 
 COLUMNS = ("prompt", "chosen", "rejected")
@@ -40,7 +40,7 @@ class Preferences(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         at = torch.as_tensor(indices) % len(self)
-        return pairs.beside(self.rows, at) | {"reference": self.reference[at]}
+        return text.beside(self.rows, at) | {"reference": self.reference[at]}
 
 
 def preferences(
@@ -51,11 +51,7 @@ def preferences(
     if name == "python_functions":
         parts = functions(sequence_length - ROLES)
     else:
-        is_file = Path(name).suffix in (".json", ".jsonl")
-        loaded = data.load(
-            name, "python_functions", "json" if is_file else name, **({"data_files": name} if is_file else {})
-        )
-        parts = [conversations(part, name) for part in data.split_of(loaded, name)]
+        parts = [conversations(part, name) for part in data.split_of(data.rows(name, "python_functions"), name)]
     tokenizer = sft.tokenizer_for(pretrained)
     sets = [sft.encode(part, tokenizer, sequence_length, name, skip_long, together=2) for part in parts]
     return tuple(Preferences(sft.rows(*part, tokenizer, sequence_length, False)) for part in sets)  # pyrefly: ignore[bad-return]
@@ -77,7 +73,7 @@ def functions(most: int) -> tuple[list[sft.Messages], list[sft.Messages]]:
     """Made here: short functions of Python's standard library, intact and damaged. The prompt is a function's first
     line. most: bytes of a function. Every tenth is held out."""
     parts = [], []
-    short = [code for _, code in pairs.functions() if len(code.encode()) <= most]
+    short = [code for _, code in text.functions() if len(code.encode()) <= most]
     random.Random(0).shuffle(short)
     for i, code in enumerate(short[:FUNCTIONS]):
         first, _, body = code.partition("\n")
@@ -121,7 +117,7 @@ def reference(accelerator: Accelerator, model: nn.Module, loader: DataLoader) ->
 
 
 def leave(
-    accelerator: Accelerator, model: nn.Module, loader: DataLoader, folder: Path, options: Any
+    accelerator: Accelerator, model: nn.Module, loader: DataLoader, folder: Path, scale: float
 ) -> dict[str, float]:
     """At the end of a run: saves what `from_pretrained` needs and merges adapters into the model. Every rank calls it.
     Returns log_prob_gap: by how much the log-probability of a held-out token as training computes it differs from that
@@ -130,8 +126,8 @@ def leave(
     text.leave(accelerator, model, rows.rows, folder)
     plain, gaps, main = None, [], accelerator.is_main_process
     if main:
-        if options.lora_rank:
-            sft.merge(Path(folder, "model"), options.lora_alpha / options.lora_rank)
+        if scale:
+            sft.merge(Path(folder, "model"), scale)
         kind = transformers.AutoModelForCausalLM
         plain = kind.from_pretrained(Path(folder, "model"), dtype=torch.float32).to(accelerator.device).eval()
     model.train()  # in eval() it would compute in another precision

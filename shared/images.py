@@ -212,10 +212,9 @@ def shipped(dataset: str, names: str) -> list[np.ndarray]:
 def patches_of(
     pictures: list[np.ndarray], size: int = 32, stride: int = 16, per_class: int = 700
 ) -> tuple[Images, Images]:
-    """Cuts `pictures`, uint8 (height, width[, channels]), into patches. Returns (training set, held-out set). The left
-    three quarters of each picture are for training and the right quarter is held out. No patch crosses the border, so
-    no part of a held-out patch is in the training set. Each picture gives at most `per_class` training patches and a
-    quarter of that held out, so that no picture dominates."""
+    """Cuts `pictures`, uint8 (height, width[, channels]), into patches. Returns (training set, held-out set): of the
+    left three quarters of each picture and of the right quarter, and no patch crosses the border. Each picture gives at
+    most `per_class` training patches and a quarter of that held out, so that no picture dominates."""
     numbers, train, held_out = np.random.default_rng(0), [], []
     for label, picture in enumerate(pictures):
         pixels = torch.from_numpy(np.atleast_3d(picture)[:, :, :3].copy()).permute(2, 0, 1)
@@ -226,14 +225,9 @@ def patches_of(
             span = patches.amax((1, 2, 3)).int() - patches.amin((1, 2, 3)).int()
             patches = patches[span > 32]  # leaves out uniform patches, such as the black around the retina
             chosen = torch.from_numpy(numbers.permutation(len(patches))[:most])
-            part.append(Images(patches[chosen], torch.full((len(chosen),), label), len(pictures)))
-    return joined(train), joined(held_out)
-
-
-def joined(parts: list[Images]) -> Images:
-    """One set of several."""
-    pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
-    return Images(pixels, labels, parts[0].num_classes)
+            part.append((patches[chosen], torch.full((len(chosen),), label)))
+    (pixels, labels), held = ([torch.cat(values) for values in zip(*part, strict=True)] for part in (train, held_out))
+    return Images(pixels, labels, len(pictures)), Images(*held, num_classes=len(pictures))
 
 
 def hub_images(
@@ -243,11 +237,8 @@ def hub_images(
     import datasets
 
     folder = Path(name).expanduser()
-    if folder.is_dir() and not list(folder.glob("**/*.parquet")):
-        refuse_empty_classes(folder)
-        loaded = data.load(name, OFFLINE, "imagefolder", data_dir=str(folder))
-    else:
-        loaded = data.load(name, OFFLINE, name)
+    of_files = folder.is_dir() and not list(folder.glob("**/*.parquet"))
+    loaded = data.load(name, OFFLINE, *(("imagefolder", None, str(folder)) if of_files else (name,)))
     features = next(iter(loaded.values())).features
     columns = {type(feature).__name__: column for column, feature in features.items()}
     if "Image" not in columns or "ClassLabel" not in columns:
@@ -262,25 +253,9 @@ def hub_images(
     return tuple(sets)
 
 
-def refuse_empty_classes(folder: Path) -> None:
-    """Raises Refused if a class has no images, which `datasets` would ignore, or if splits differ in classes."""
-    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-    from torchvision.datasets import DatasetFolder
-
-    names = ("train", "test", "validation", "val", "valid")
-    splits, classes = [folder / name for name in names if (folder / name).is_dir()] or [folder], {}
-    for split in splits:
-        try:
-            classes[split] = set(DatasetFolder(split, None, tuple(ImageFolder.EXTENSIONS)).classes)  # pyrefly: ignore[bad-argument-type]
-        except FileNotFoundError as error:
-            raise Refused(f"{split}: {str(error).split(' Supported')[0]} Put images in, or remove the folder") from None
-        if differing := sorted(classes[split] ^ classes[splits[0]]):
-            raise Refused(f"{split} and {splits[0]} differ in classes: {', '.join(differing[:3])}")
-
-
 def without_broken(name: str, split: "Dataset", column: str, most: int, left_out: list[str]) -> "Dataset":
     """The split without broken images, whose names go to `left_out`. Reads every image once, before training."""
-    kept, allowed = [], most - len(left_out)
+    kept, before = [], len(left_out)
     for index, entry in enumerate(split[column]):
         try:
             read_image(entry, index)
@@ -288,8 +263,7 @@ def without_broken(name: str, split: "Dataset", column: str, most: int, left_out
         except Broken as error:
             left_out.append(str(error).split(": ")[0])
     if len(left_out) > most:
-        broken = left_out[most - allowed :]
-        raise Refused(
-            f"--dataset {name}: {len(broken)} images are broken, --skip_broken allows {allowed} more: {broken[0]}"
-        )
+        broken, allowed = left_out[before:], most - before
+        said = f"{len(broken)} images are broken, --skip_broken allows {allowed} more: {broken[0]}"
+        raise Refused(f"--dataset {name}: {said}")
     return split.select(kept)  # pyrefly: ignore[bad-return]

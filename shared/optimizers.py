@@ -15,30 +15,31 @@ from typing import Any
 import torch
 import transformers
 
-from shared import models
 from shared.args import Refused
 
 
-def optimizer(model: torch.nn.Module, args: Any, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer args.optimizer of the model's trainable parameters. device: torch.device of the training."""
-    parameters, fused = models.groups(model, args), device.type == "cuda"
-    if args.optimizer == "adamw":
+def optimizer(
+    name: str, parameters: list[dict[str, Any]], model: torch.nn.Module, device: torch.device
+) -> torch.optim.Optimizer:
+    """The optimizer of this name. parameters: groups of the model's. device: torch.device of the training."""
+    fused, bfloat16 = device.type == "cuda", next(model.parameters()).dtype == torch.bfloat16
+    if name == "adamw":
         return torch.optim.AdamW(parameters, fused=fused)
-    if args.optimizer == "sgd":
+    if name == "sgd":
         return torch.optim.SGD(parameters, momentum=0.9, fused=fused)
-    if args.optimizer == "adafactor":
+    if name == "adafactor":
         return transformers.Adafactor(parameters, scale_parameter=False, relative_step=False)
-    if args.optimizer == "muon":
+    if name == "muon":
         from timm.optim import Muon
 
         return Muon([part for group in parameters for part in in_and_outside_blocks(model, group)])
     try:
         from torchao import optim
     except ImportError:
-        raise Refused(f"--optimizer {args.optimizer} needs torchao: pip install torchao") from None
-    if args.optimizer == "adamw_8bit":
-        return optim.AdamW8bit(parameters, bf16_stochastic_round=args.dtype == "bfloat16")
-    if args.dtype != "bfloat16":
+        raise Refused(f"--optimizer {name} needs torchao: pip install torchao") from None
+    if name == "adamw_8bit":
+        return optim.AdamW8bit(parameters, bf16_stochastic_round=bfloat16)
+    if not bfloat16:
         raise Refused("--optimizer adamw_bf16 rounds bf16 weights stochastically: it needs --dtype bfloat16")
     return optim._AdamW(parameters, bf16_stochastic_round=True)  # its README names it so
 

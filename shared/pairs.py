@@ -4,13 +4,9 @@ A text's embedding is the mean of the encoder's outputs over its tokens, with le
 of the other pairs of a batch, over all processes (in-batch negatives, https://arxiv.org/abs/1705.00652).
 """
 
-import ast
 import functools
 import itertools
-import sysconfig
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +15,7 @@ import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from shared import data, models, text
+from shared import data, lm, models, text
 from shared.args import Refused, short
 
 WORDS = r"[A-Za-z][a-z]+|[0-9]+"  # of TF-IDF: the parts of a name in snake or camel case too
@@ -36,14 +32,8 @@ class Pairs(torch.utils.data.Dataset):
         return len(self.rows) // 2
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        batch = beside(self.rows, torch.as_tensor(indices) % len(self))
+        batch = text.beside(self.rows, torch.as_tensor(indices) % len(self))
         return {"input_ids": batch["input_ids"], "attention_mask": (batch["labels"] >= 0).long()}
-
-
-def beside(rows: text.Text, pairs: Tensor) -> dict[str, Tensor]:
-    """The two rows of each of these pairs, in tensors (n, 2, ...)."""
-    batch = rows.__getitems__(torch.stack([2 * pairs, 2 * pairs + 1], 1).flatten())  # pyrefly: ignore[bad-argument-type]
-    return {name: values.unflatten(0, (-1, 2)) for name, values in batch.items()}
 
 
 def recall(similarity: Tensor, most: int = 10) -> float:
@@ -65,17 +55,10 @@ def to_beat(part: Any) -> dict[str, float]:
 def pairs(name: str, length: int, vocab_size: int = 0, pretrained: str | None = None) -> tuple[Pairs, Pairs]:
     """Returns (training set, held-out set) of python_functions, a .csv or .json file, or a Hub dataset ("name:part").
     The first two columns of strings are the pairs. Longer texts are cut."""
-    file_format = Path(name).suffix[1:].removesuffix("l")  # jsonl is json to `datasets`
-    if name == "python_functions":
-        loaded = python_functions()
-    elif file_format in ("csv", "json"):
-        loaded = data.load(name, "python_functions", file_format, data_files=name)
-    else:
-        loaded = data.load(name, "python_functions", *name.split(":"))
-    features = next(iter(loaded.values())).features
-    columns = [key for key, feature in features.items() if "string" in str(getattr(feature, "dtype", ""))][:2]
-    if len(columns) < 2:
-        raise Refused(f"--dataset {name} has columns {', '.join(map(short, features))}; two of strings are needed")
+    loaded = python_functions() if name == "python_functions" else data.rows(name, "python_functions")
+    part = next(iter(loaded.values()))
+    if len(columns := data.strings(part)[:2]) < 2:
+        raise Refused(f"--dataset {name} has columns {', '.join(map(short, part.features))}; two of strings are needed")
     parts = [list(zip(*text.texts_in(part, columns, name), strict=True)) for part in data.split_of(loaded, name)]
     if not all(parts):
         raise Refused(f"--dataset {name}: a split holds no pair: leave it out, or put some in")
@@ -95,31 +78,12 @@ def rows_of(texts: list[tuple[str, str]], tokenizer: "text.Tokenizer", length: i
     return text.Text(torch.cat(ids), counts.cumsum(0) - counts, counts, length, tokenizer)
 
 
-def functions() -> list[tuple[str, str]]:
-    """[(first paragraph of its docstring, "" if it has none, the code without the docstring)] of the functions of the
-    standard library, without tests. Each code is there once."""
-    root, found = Path(sysconfig.get_paths()["stdlib"]), {}
-    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
-        if {"site-packages", "dist-packages", "test", "tests"} & set(path.parts[len(root.parts) :]):
-            continue
-        source = path.read_text(encoding="utf-8", errors="replace")
-        lines = source.splitlines()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef) and len(node.body) > bool(ast.get_docstring(node)):
-                words, doc = ast.get_docstring(node) or "", node.body[0]
-                kept = lines[node.lineno - 1 : node.end_lineno]
-                if words:
-                    kept = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
-                found.setdefault(textwrap.dedent("\n".join(kept)), words.split("\n\n")[0])
-    return [(words, code) for code, words in found.items()]
-
-
 def python_functions() -> "text.DatasetDict":
     """The docstrings of the standard library's functions and their code; each docstring once."""
     import datasets
 
     code_of: dict[str, str] = {}
-    for words, code in functions():
+    for words, code in text.functions():
         if words:
             code_of.setdefault(words, code)
     columns = {"docstring": list(code_of), "code": list(code_of.values())}
@@ -133,10 +97,10 @@ def encoder(
     `last_hidden_state` is (batch, tokens, width)."""
     kind = transformers.AutoModel
     if pretrained:
-        model = models.published(kind, name, sequence_length)
+        model = lm.published(kind, name, sequence_length)
     else:
-        model = kind.from_config(models.sized(name, models.BERT_SIZES, vocab_size, sequence_length))
-    return models.ready(without_pooler(model), models.first_list(model), dropout)
+        model = kind.from_config(lm.sized(name, lm.BERT_SIZES, vocab_size, sequence_length))
+    return models.ready(without_pooler(model), lm.first_list(model), dropout)
 
 
 def without_pooler(model: models.Model) -> models.Model:
@@ -146,35 +110,13 @@ def without_pooler(model: models.Model) -> models.Model:
     return model
 
 
-def as_recorded(record: dict[str, Any], folder: Path) -> nn.Module:
-    """The encoder of the run in `folder` with random weights. record: its run.json, with its data.json as "data"."""
-    if Path(folder, "model", "config.json").is_file():
-        return without_pooler(transformers.AutoModel.from_config(models.config_of(Path(folder, "model"))))
-    return encoder(record["args"]["model"], record["data"]["vocab_size"], record["data"]["sequence_length"])
-
-
-def embeddings(model: nn.Module, batch: dict[str, Tensor], waits: bool = False) -> Tensor:
-    """The embeddings of both texts of each pair, (2, n, width). waits: gives a model of others the mask as it is, of
-    which transformers waits for the device to read."""
+def embeddings(model: nn.Module, batch: dict[str, Tensor], pretrained: bool = False) -> Tensor:
+    """The embeddings of both texts of each pair, (2, n, width)."""
     mask = batch["attention_mask"].flatten(0, 1)
-    outputs = model(batch["input_ids"].flatten(0, 1), mask if waits else mask.bool()[:, None, None])
-    outputs = models.at_least_float32(outputs.last_hidden_state)
+    outputs = model(batch["input_ids"].flatten(0, 1), lm.mask(mask, pretrained)).last_hidden_state
+    outputs = models.at_least_float32(outputs)
     mean = (outputs * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
     return F.normalize(mean, dim=-1).unflatten(0, (-1, 2)).transpose(0, 1)
-
-
-@torch.no_grad()
-def nearest(model: nn.Module, part: Pairs, asked: str, device: torch.device, most: int = 3) -> list[str]:
-    """A line for each of the most similar second texts: the similarity and the text's beginning."""
-    texts = [(asked, second) for _, second in part.texts]
-    rows = Pairs(rows_of(texts, part.tokenizer, part.sequence_length), texts, [])
-    found = []
-    for first in range(0, len(rows), 64):
-        batch = rows.__getitems__(range(first, min(first + 64, len(rows))))
-        queries, answers = embeddings(model, {name: values.to(device) for name, values in batch.items()}, waits=True)
-        found.append((queries * answers).sum(-1).cpu())
-    best = torch.cat(found).topk(min(most, len(rows)))
-    return [f"{value:.3f}  {texts[at][1][:200]}" for value, at in zip(*map(Tensor.tolist, best), strict=True)]
 
 
 class Gathered(torch.autograd.Function):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from shared import data, text
@@ -79,9 +79,7 @@ def chats(
     if name == "tasks":
         parts = tasks()
     else:
-        is_file = Path(name).suffix in (".json", ".jsonl")
-        loaded = data.load(name, "tasks", "json", data_files=name) if is_file else data.load(name, "tasks", name)
-        parts = [messages(part, name) for part in data.split_of(loaded, name)]
+        parts = [messages(part, name) for part in data.split_of(data.rows(name, "tasks"), name)]
     tokenizer = tokenizer_for(pretrained)
     train, held_out = (encode(part, tokenizer, sequence_length, name, skip_long) for part in parts)
     return rows(*train, tokenizer, sequence_length, packing), rows(*held_out, tokenizer, sequence_length, False)
@@ -264,7 +262,7 @@ def merge(folder: Path, scale: float) -> None:
     listed.unlink(missing_ok=True)  # after a kill there is no model for a loader, not one that is merged in parts
     for path in files:
         part = {name: plain[name]().contiguous() for name, file in index.items() if file == path.name}
-        data.write(path, lambda at, part=part: save_file(part, at, {"format": "pt"}))
+        data.write(path, save(part, {"format": "pt"}))
     if listing:
         data.write(listed, (json.dumps(listing, indent=2) + "\n").encode())
 

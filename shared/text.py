@@ -5,11 +5,13 @@ sequences. Without it, each document has its own sequences, which are padded. La
 count in the loss, so batches differ in their number of labels.
 """
 
+import ast
 import hashlib
 import itertools
 import math
 import os
 import sysconfig
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from shared import data, models
+from shared import data, lm
 from shared.args import Refused, short
 
 if TYPE_CHECKING:
@@ -63,6 +65,10 @@ class Text(torch.utils.data.Dataset):
         """The mean number of labels of these sequences, without loading them."""
         return self.counts[indices].double().mean().item()
 
+    def labels(self, accelerator: Accelerator, indices: Tensor, samples: int) -> float:
+        """The mean number of labels in so many of these sequences; in sequence parallel, in a process's slices."""
+        return self.mean_count(indices) * (samples / getattr(accelerator.parallelism_config, "sp_size", 1))
+
     def fingerprint(self) -> str:
         """sha256 of every token and of where sequences begin."""
         digest = hashlib.sha256(f"{self.length} {self.vocab_size}".encode())
@@ -71,9 +77,10 @@ class Text(torch.utils.data.Dataset):
         return digest.hexdigest()
 
 
-def own_samples(accelerator: Accelerator, args: Any) -> float:
-    """Samples of a micro-batch that a process computes. In sequence parallel it computes a slice of each."""
-    return args.per_device_train_batch_size / getattr(accelerator.parallelism_config, "sp_size", 1)
+def beside(rows: Text, pairs: Tensor) -> dict[str, Tensor]:
+    """The two rows of each of these pairs, in tensors (n, 2, ...)."""
+    batch = rows.__getitems__(torch.stack([2 * pairs, 2 * pairs + 1], 1).flatten())  # pyrefly: ignore[bad-argument-type]
+    return {name: values.unflatten(0, (-1, 2)) for name, values in batch.items()}
 
 
 def encode(tokenizer: "Tokenizer", columns: list[list[str]], length: int) -> list[list[int]]:
@@ -86,16 +93,9 @@ def encode(tokenizer: "Tokenizer", columns: list[list[str]], length: int) -> lis
 def labelled(name: str, sequence_length: int, vocab_size: int = 0, pretrained: str | None = None) -> tuple[Text, ...]:
     """Returns (training set, held-out set) of python_packages, a .csv or .json file, or a Hub dataset ("name:part").
     The class is the column "label". The text is the first column of strings; if there are two, the text is the pair."""
-    file_format = Path(name).suffix[1:].removesuffix("l")  # jsonl is json to `datasets`
-    if name == "python_packages":
-        loaded = python_packages()
-    elif file_format in ("csv", "json"):
-        loaded = data.load(name, "python_packages", file_format, data_files=name)
-    else:
-        loaded = data.load(name, "python_packages", *name.split(":"))
-    features = next(iter(loaded.values())).features
-    strings = [key for key, feature in features.items() if "string" in str(getattr(feature, "dtype", ""))]
-    columns = [key for key in strings if key != "label"][:2]
+    loaded = python_packages() if name == "python_packages" else data.rows(name, "python_packages")
+    part = next(iter(loaded.values()))
+    features, columns = part.features, [key for key in data.strings(part) if key != "label"][:2]
     if not hasattr(features.get("label"), "dtype") or not columns:  # an object, or a list, has none
         raise Refused(f'--dataset {name} has columns {features}; a text and one named "label" are needed, both Values')
     if not hasattr(features["label"], "names"):
@@ -210,14 +210,32 @@ def python_source() -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace") for path in kept]
 
 
+def functions() -> list[tuple[str, str]]:
+    """[(first paragraph of its docstring, "" if it has none, the code without the docstring)] of the functions of the
+    standard library, without tests. Each code is there once."""
+    root, found = Path(sysconfig.get_paths()["stdlib"]), {}
+    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+        if {"site-packages", "dist-packages", "test", "tests"} & set(path.parts[len(root.parts) :]):
+            continue
+        source = path.read_text(encoding="utf-8", errors="replace")
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and len(node.body) > bool(ast.get_docstring(node)):
+                words, doc = ast.get_docstring(node) or "", node.body[0]
+                kept = lines[node.lineno - 1 : node.end_lineno]
+                if words:
+                    kept = lines[node.lineno - 1 : doc.lineno - 1] + lines[doc.end_lineno : node.end_lineno]
+                found.setdefault(textwrap.dedent("\n".join(kept)), words.split("\n\n")[0])
+    return [(words, code) for code, words in found.items()]
+
+
 def not_listed(error: OSError) -> NoReturn:
     raise Refused(f"{error.filename} cannot be listed ({error.strerror}): let this user read it, or remove it")
 
 
 def files(path: Path) -> list[str]:
     """The texts of a file or of a folder's files. Raises Refused with the name of a file that is not UTF-8."""
-    # Path.rglob finds nothing in a folder that may not be listed
-    below = os.walk(path, onerror=not_listed) if path.exists() else ()
+    below = os.walk(path, onerror=not_listed) if path.exists() else ()  # Path.rglob would find nothing
     every = [path] if not path.is_dir() else sorted(Path(folder, name) for folder, _, names in below for name in names)
     paths = [file for file in every if file == path or file.suffix in SUFFIXES]
     texts = []
@@ -226,13 +244,8 @@ def files(path: Path) -> list[str]:
             raise Refused(f"{file} is not a regular file: take another, or remove it from the folder")
         try:
             texts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise Refused(
-                f"{file} is not UTF-8 text: byte {error.object[error.start]:#x} at {error.start}; "
-                "convert it, or remove it from the folder"
-            ) from None
-        except OSError as error:
-            raise Refused(f"{file} cannot be read: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refused(f"{file} cannot be read as UTF-8 text ({error}): convert it, or remove it") from None
     if not any(texts):
         raise Refused(f"{path} holds no text in files named {', '.join(sorted(SUFFIXES))}")
     return texts
@@ -256,7 +269,7 @@ def tokenizer_of(name: str) -> "Tokenizer":
     from transformers import AutoTokenizer
 
     if Path(name, "config.json").is_file():
-        models.config_of(name)  # it is read for the tokenizer's class
+        lm.config_of(name)  # it is read for the tokenizer's class
     try:
         return AutoTokenizer.from_pretrained(name)  # pyrefly: ignore[bad-return]
     except Exception as error:  # of files that anyone may have written

@@ -1,22 +1,20 @@
-"""Vision models by name, from timm, with random weights, published weights or those of a run."""
+"""Vision transformers by name, from timm, with random weights, published weights or those of a run."""
 
 import importlib
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-import transformers
-from accelerate.utils import reduce
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from timm.models.resnet import ResNet
 
-from shared import args as options
-from shared.args import Refused
-from shared.models import bert, config_of, gpt, ready
+from shared.args import Refused, short
+from shared.models import ready
 
+Builder = Callable[[str, int, int, int], torch.nn.Module]  # of a name, image size, channels and classes
 VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as FP8 needs
     "vit_nano": (64, 4, 4),
     "vit_tiny": (192, 12, 3),
@@ -25,7 +23,8 @@ VIT_SIZES = {  # embed_dim, depth, num_heads; all widths are multiples of 16, as
     "vit_large": (1024, 24, 16),
     "vit_huge": (1280, 32, 16),  # 632M parameters at 224 pixels
 }
-RESNET_SIZES = {"resnet_nano": {"layers": (1,) * 4, "channels": (32, 64, 128, 256)}}  # stages; 1.2M parameters
+FACTS = {"image_size": int, "in_chans": int, "num_classes": int, "mean": list, "std": list, "interpolation": str,
+         "crop_pct": int | float}  # of a run's data.json  # fmt: skip
 
 
 def te_block(
@@ -58,7 +57,7 @@ def vit(
     if te_blocks and (pretrained or name not in VIT_SIZES):
         raise Refused(f"TransformerEngine's blocks start from random weights: one of {', '.join(VIT_SIZES)}")
     if own_run(name):
-        model = trained(name, pretrained, image_size, in_chans, num_classes)
+        model = trained(name, pretrained, image_size, in_chans, num_classes, vit)
     elif name in VIT_SIZES and not pretrained:
         embed_dim, depth, num_heads = VIT_SIZES[name]
         patch_size = 16 if image_size >= 128 else 4
@@ -77,52 +76,20 @@ def vit(
     return ready(model, getattr(model, "blocks", ()), dropout)
 
 
-def resnet(
-    name: str, image_size: int, in_chans: int, num_classes: int, pretrained: bool = False, dropout: float = 0.0
-) -> ResNet:
-    """A residual network: one of RESNET_SIZES, or timm's resnet18, resnet50, or any other of that family. Input (batch,
-    in_chans, image_size, image_size), output (batch, num_classes). For images under 64 pixels the stem has stride 1 and
-    does not pool, because ImageNet's stem would leave one pixel of CIFAR's 32 before the head."""
-    if own_run(name):
-        model = trained(name, pretrained, image_size, in_chans, num_classes)
-    elif name in RESNET_SIZES and not pretrained:
-        model = timm.create_model("resnet18", num_classes=num_classes, in_chans=in_chans, **RESNET_SIZES[name])
-    else:
-        model = of_timm(name, pretrained, RESNET_SIZES, in_chans=in_chans, num_classes=num_classes)
-    if not isinstance(model, ResNet):
-        raise Refused(f"{name} is not a residual network of timm's ResNet: try resnet18, resnet50, or recipes/vit.py")
-    if image_size < 64 and not pretrained:
-        first = model.conv1
-        if not isinstance(first, torch.nn.Conv2d):
-            raise Refused(f"{name} has a stem of several layers, for images of 64 pixels or more: try resnet18")
-        model.conv1 = torch.nn.Conv2d(in_chans, first.out_channels, 3, stride=1, padding=1, bias=False)
-        model.maxpool = torch.nn.Identity()  # pyrefly: ignore[bad-assignment]
-    stages: Any = model.layer1, model.layer2, model.layer3, model.layer4
-    return ready(model, [block for stage in stages for block in stage], dropout)
-
-
-def average_statistics(model: torch.nn.Module) -> None:
-    """Averages the running statistics of batch norm over the processes. Every rank calls it after its optimizer step.
-    In training each process normalizes its own micro-batch, as DDP does by default. Without this function the saved
-    model would have the statistics of rank 0, which has seen only a part of the data."""
-    running = [buffer for name, buffer in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
-    mean = reduce(torch.cat([buffer.flatten() for buffer in running]), "mean")
-    for buffer, values in zip(running, mean.split([buffer.numel() for buffer in running]), strict=True):
-        buffer.copy_(values.view_as(buffer))
-
-
 def own_run(name: str | Path) -> dict[str, Any] | None:
     """The record of a run, with its data.json as "data", if `name` is the folder of a recipe's run; else None. Raises
-    Refused if they do not hold what a recipe writes."""
+    Refused if they do not hold what a recipe writes: they may be anyone's."""
     if not Path(name, "data.json").is_file():
         return None
-    record, facts = options.read_object(Path(name, "run.json")), options.read_object(Path(name, "data.json"))
-    for key, right in options.DATA_FORM.items():
-        if key in facts and not right(facts[key]):
-            raise Refused(f"{name}/data.json: {key} is {facts[key]!a:.60}, which it cannot be")
-    args = record.get("args")
-    if not (isinstance(record.get("recipe"), str) and isinstance(args, dict) and isinstance(args.get("model"), str)):
-        raise Refused(f"{name}/run.json is not the record of a recipe's run")
+    try:
+        record, facts = (json.loads(Path(name, file).read_bytes()) for file in ("run.json", "data.json"))
+        if wrong := [key for key, kind in FACTS.items() if not isinstance(facts.get(key), kind | None)]:
+            raise TypeError(f"{wrong[0]} is {facts[wrong[0]]!a:.60}")
+        colours = [*map(float, facts.get("mean") or ()), *map(float, facts.get("std") or ())]
+        if len(colours) > 128 or not isinstance(record["recipe"] + record["args"]["model"], str):
+            raise TypeError("colours, recipe or model")
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise Refused(f"{name} is not the folder of a recipe's run ({short(str(error), 200)})") from None
     return record | {"data": facts}
 
 
@@ -137,35 +104,31 @@ def of_timm(name: str, pretrained: bool, sizes: Iterable[str], **options: Any) -
         ) from None
 
 
-def as_recorded(record: dict[str, Any], folder: str | Path) -> torch.nn.Module:
-    """The model of the run in `folder` with random weights. record: own_run(folder)."""
-    args, facts, recipe = record["args"], record["data"], record["recipe"]
-    saved = Path(folder, "model", "config.json")
-    if recipe in ("gpt", "sft", "dpo") and saved.is_file():
-        return transformers.AutoModelForCausalLM.from_config(config_of(saved.parent))
-    if recipe == "bert" and saved.is_file():
-        return transformers.AutoModelForSequenceClassification.from_config(config_of(saved.parent))
-    if recipe in ("gpt", "sft", "dpo"):
-        return gpt(args["model"], facts["vocab_size"], facts["sequence_length"])
-    if recipe == "bert":
-        return bert(args["model"], facts["vocab_size"], facts["sequence_length"], len(facts["classes"]))
+def as_recorded(record: dict[str, Any], build: Builder) -> torch.nn.Module:
+    """The model of a run with random weights. record: own_run(folder). build: `vit`, or of another recipe."""
+    args, facts = record["args"], record["data"]
     if before := own_run(args["model"]):
-        return as_recorded(before | {"data": facts}, args["model"])
-    image_size, channels, classes = facts["image_size"], facts["in_chans"], facts["num_classes"]
-    if recipe == "vit":
-        return vit(args["model"], image_size, channels, classes)
-    return resnet(args["model"], 224 if args["pretrained"] else image_size, channels, classes)  # 224: keeps its stem
+        return as_recorded(before | {"data": facts}, build)
+    image_size = 224 if args["pretrained"] and record["recipe"] == "resnet" else facts["image_size"]  # keeps its stem
+    return build(args["model"], image_size, facts["in_chans"], facts["num_classes"])
 
 
-def trained(run: str, pretrained: bool, image_size: int, in_chans: int, num_classes: int) -> torch.nn.Module:
+def trained(
+    run: str, pretrained: bool, image_size: int, in_chans: int, num_classes: int, build: Builder
+) -> torch.nn.Module:
     """The model of a finished run with its weights. The head is new if `num_classes` differs."""
     if not pretrained:
         raise Refused(f"--model {run} is a run: add --pretrained to start from its weights")
     record = own_run(run) or {}
+    if record["recipe"] != build.__name__:
+        raise Refused(f"--model {run} is a run of recipes/{short(record['recipe'])}.py, not of {build.__name__}.py")
     try:
-        model = as_recorded(record, run)
-        model.load_state_dict(load_file(Path(run, "model", "model.safetensors")))
-    except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        weights = load_file(Path(run, "model", "model.safetensors"))
+        with torch.device("meta"):  # the sizes may be anyone's: nothing is made that the weights do not fill
+            as_recorded(record, build).load_state_dict(weights, assign=True)
+        model = as_recorded(record, build)
+        model.load_state_dict(weights)
+    except (OSError, SafetensorError, RuntimeError, LookupError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Refused(f"--model {run}: its weights cannot be loaded ({reason}); did the run finish?") from None
     before = record["data"]

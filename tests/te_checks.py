@@ -22,8 +22,7 @@ from timm.layers import LayerNorm, LayerNorm2d
 from torch import nn
 
 from faithful import Refused
-from faithful.backends import emulation
-from faithful.backends import transformer_engine as ours
+from faithful.backends import emulation, transformer_engine as ours
 from faithful.config import rules
 from faithful.config.settings import read_env as read
 from faithful.launch.machine import Machine

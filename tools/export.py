@@ -289,8 +289,6 @@ def export(run: Path, output: Path | None = None, step: int | None = None, max_s
 
 def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
-    from shared import diffusion, pairs, vision
-
     record = record_of(run)
     if "data" not in record:
         raise Refused(
@@ -302,19 +300,14 @@ def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str,
     files, source = source_of(run, step)
     tensors = {name: load() for name, load in without_adapters(plain_tensors(files), record).items()}
 
-    def build() -> torch.nn.Module:
-        if record["recipe"] == "diffusion":
-            return diffusion.dit(record["args"]["model"], *(record["data"][key] for key in NEEDED["vit"]))
-        return (pairs if record["recipe"] == "embed" else vision).as_recorded(record, run)
-
     try:
         with torch.device("meta"):  # the sizes may be anyone's: nothing is made that the file's tensors do not fill
-            wanted = {name: tensor.shape for name, tensor in build().named_parameters()}
+            wanted = {name: tensor.shape for name, tensor in as_recorded(record, run).named_parameters()}
         if other := [name for name in wanted.keys() & tensors.keys() if tensors[name].shape != wanted[name]]:
             raise Refused(f"{run}: {min(other)} has another shape than in the model of run.json and data.json")
         if more := sorted(wanted.keys() - tensors.keys()):
             raise Refused(f"{run}: weights and model differ: {', '.join(more[:3])}, ...")
-        model = build()
+        model = as_recorded(record, run)
         shared_weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         shared_weights -= {name for name, _ in model.named_parameters()}
         missing, unexpected = model.load_state_dict(tensors, strict=False)
@@ -323,6 +316,27 @@ def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str,
     if set(missing) - shared_weights or unexpected:
         raise Refused(f"{run}: weights and model differ: {', '.join([*missing, *unexpected][:3])}, ...")
     return model.eval().float(), record, source
+
+
+def as_recorded(record: dict[str, Any], run: Path) -> torch.nn.Module:
+    """The model of the run in this folder with random weights. record: record_of(run)."""
+    import transformers
+
+    from shared import diffusion, lm, pairs, resnets, vision
+
+    recipe, name, facts = record["recipe"], record["args"]["model"], record["data"]
+    if recipe == "diffusion":
+        return diffusion.dit(name, *(facts[key] for key in NEEDED["vit"]))
+    if recipe == "vit" or recipe not in NEEDED:
+        return vision.as_recorded(record, vision.vit if recipe == "vit" else resnets.resnet)
+    if (run / "model" / "config.json").is_file():
+        kinds = {"bert": transformers.AutoModelForSequenceClassification, "embed": transformers.AutoModel}
+        model = kinds.get(recipe, transformers.AutoModelForCausalLM).from_config(lm.config_of(run / "model"))
+        return pairs.without_pooler(model) if recipe == "embed" else model
+    sizes = facts["vocab_size"], facts["sequence_length"]
+    if recipe == "bert":
+        return lm.bert(name, *sizes, len(facts["classes"]))
+    return pairs.encoder(name, *sizes) if recipe == "embed" else lm.gpt(name, *sizes)
 
 
 def held_out(run: Path, record: dict[str, Any], count: int) -> dict[str, torch.Tensor]:

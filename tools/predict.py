@@ -142,11 +142,29 @@ def of_text(args: argparse.Namespace, device: torch.device) -> str:
             return sft.answer(model, tokenizer, [{"role": "user", "content": args.prompt}], length, args.tokens)
         if record["recipe"] == "embed":
             known = record["args"]["dataset"], length, record["args"]["vocab_size"], str(args.run / "model")
-            return "\n".join(map(printable, pairs.nearest(model, pairs.pairs(*known)[1], args.prompt, device)))
+            return "\n".join(map(printable, nearest(model, pairs.pairs(*known)[1], args.prompt, device)))
         ids = torch.tensor(text.encode(tokenizer, [[args.prompt]], length), device=device)
         with torch.no_grad():
             row = model(ids).logits[0].float().softmax(-1)
     return f"{record['data']['classes'][row.argmax()]}\t{row.max():.4f}"
+
+
+@torch.no_grad()
+def nearest(model: torch.nn.Module, part: Any, asked: str, device: torch.device, most: int = 3) -> list[str]:
+    """A line for each of the most similar second texts: the similarity and the text's beginning."""
+    from shared import pairs
+
+    texts = [(asked, second) for _, second in part.texts]
+    rows = pairs.Pairs(pairs.rows_of(texts, part.tokenizer, part.sequence_length), texts, [])
+    found = []
+    for first in range(0, len(rows), 64):
+        batch = rows.__getitems__(range(first, min(first + 64, len(rows))))
+        queries, answers = pairs.embeddings(
+            model, {name: values.to(device) for name, values in batch.items()}, pretrained=True
+        )
+        found.append((queries * answers).sum(-1).cpu())
+    best = torch.cat(found).topk(min(most, len(rows)))
+    return [f"{value:.3f}  {texts[at][1][:200]}" for value, at in zip(*map(torch.Tensor.tolist, best), strict=True)]
 
 
 def of_images(args: argparse.Namespace, device: torch.device) -> str:

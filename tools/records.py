@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,31 @@ MEASURE = {
 ROW = {"config": str, "control": bool, "error": words, "emulated?": bool, "rehearsal?": bool,
        "measures?": {str: MEASURE}}  # fmt: skip
 COMPARISON = {"rows": [ROW], "measure": words, "args": dict, "recipe": words, "device": words}
-# What data.json must hold to build the model and to prepare an input.
-DATA = {f"{key}?": form for key, form in args.DATA_FORM.items()}
+
+
+def whole(first: int, last: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and first <= value <= last
+
+
+def numbers(value: object) -> bool:
+    small = isinstance(value, list) and 0 < len(value) <= 64
+    return small and all(type(one) in (int, float) and abs(one) < 1e6 for one in value)
+
+
+def texts(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
+# What data.json may hold, which may be anyone's: {key: function from a value to whether it is right}. Another data set
+# than images has no image_size; keys may be absent.
+DATA_FORM = {
+    "image_size": lambda size: size is None or whole(1, 4096)(size), "in_chans": whole(1, 64),
+    "num_classes": whole(1, 100_000), "sequence_length": whole(1, 10**6), "vocab_size": whole(1, 10**7),
+    "classes": texts, "interpolation": lambda name: isinstance(name, str), "mean": numbers, "std": numbers,
+    "crop_pct": lambda value: value is None or (type(value) in (int, float) and 0 < value <= 10),
+    "fingerprint": lambda value: value is None or isinstance(value, str),
+}  # fmt: skip
+DATA = {f"{key}?": form for key, form in DATA_FORM.items()}
 
 
 def record_of(folder: Path) -> dict[str, Any]:

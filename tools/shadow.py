@@ -17,9 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from amp8 import fp4, recipes, scaling
-from amp8 import linear as levels
-from amp8 import optimizer as adam
+from amp8 import fp4, linear as levels, optimizer as adam, recipes, scaling
 from faithful.backends import emulation
 from faithful.models.layers import kind
 from faithful.strategies.base import torch_optimizer

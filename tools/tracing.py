@@ -40,8 +40,7 @@ from faithful.strategies import tp
 from faithful.tensors.names import plain_names, unwrapped
 from faithful.training.clipping import GradientsElsewhere
 from faithful.training.model import trains
-from shared import args as options
-from shared import dpo, images, pairs, sft, text
+from shared import args as options, dpo, images, pairs, sft, text
 from shared.args import Refused
 from tools.fake import Memory, Watch, make_fake, without_reading, without_storage, without_values
 from tools.work import Count

@@ -9,8 +9,7 @@ from amp8_helpers import assert_equal, linears, relative_error, seeded, seeded_m
 from torch import nn
 
 import amp8
-from amp8 import convert, gradients, rounding, scaling
-from amp8 import optimizer as module
+from amp8 import convert, gradients, optimizer as module, rounding, scaling
 from amp8.gradients import Phase
 
 

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from faithful.errors import Refused
 from faithful.saving import beside, card, hub
-from shared import args, vision
+from shared import args, resnets, vision
 
 SHORT = ("--max_steps", 1, "--eval_steps", 0)
 TEXTS = ("--dataset", ROOT / "shared", "--sequence_length", 16)
@@ -65,7 +65,7 @@ def test_a_model_that_timm_cannot_make_has_no_config(tmp_path):
     assert "load_state_dict" in text and "library_name" not in text
 
 
-SAME = [("vit_nano", 8, 1, vision.vit), ("vit_tiny", 64, 3, vision.vit), ("resnet_nano", 64, 3, vision.resnet)]
+SAME = [("vit_nano", 8, 1, vision.vit), ("vit_tiny", 64, 3, vision.vit), ("resnet_nano", 64, 3, resnets.resnet)]
 
 
 @pytest.mark.parametrize(("name", "size", "channels", "make"), SAME)

@@ -20,8 +20,7 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launched, metrics, record
 from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
 
-from faithful import __main__ as door
-from faithful import plan
+from faithful import __main__ as door, plan
 from faithful.config import config_file, rules
 from faithful.config.settings import read_env, to_env
 from tools import check

@@ -12,9 +12,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from conftest import Ranks, distance, record, train, weights
-from torch.nn.utils import clip_grad_norm_ as clip
-from torch.nn.utils import clip_grad_value_ as by_value
-from torch.nn.utils import clip_grads_with_norm_ as by_norm
+from torch.nn.utils import clip_grad_norm_ as clip, clip_grad_value_ as by_value, clip_grads_with_norm_ as by_norm
 
 from faithful import __main__ as door
 from faithful.checkpoint import checkpoints

@@ -14,8 +14,7 @@ from accelerate import Accelerator
 from conftest import ROOT, train
 
 import faithful
-from faithful import Refused, ending, patches
-from faithful import __main__ as door
+from faithful import Refused, __main__ as door, ending, patches
 from faithful.launch import machine
 
 PACKAGES = ("accelerate", "torch", "transformers", "deepspeed", "diffusers", "datasets", "torchao", "timm")

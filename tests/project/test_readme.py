@@ -19,9 +19,8 @@ from faithful.config.fp8 import BACKENDS, FP8
 from faithful.config.settings import PRECISIONS, TAILS, read_env, to_env
 from faithful.config.strategies import STRATEGIES
 from faithful.launch.machine import Machine
-from shared import args, models, vision
-from tools import commands as cli
-from tools import diagnose
+from shared import args, lm, resnets, vision
+from tools import commands as cli, diagnose
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [
@@ -309,7 +308,7 @@ def test_grammar_is_the_codes():
 
 def test_datasets_models_and_extras_are_the_codes():
     listed = page("docs/data.md")
-    sizes = (*vision.VIT_SIZES, *vision.RESNET_SIZES, *models.GPT_SIZES, *models.BERT_SIZES)
+    sizes = (*vision.VIT_SIZES, *resnets.RESNET_SIZES, *lm.GPT_SIZES, *lm.BERT_SIZES)
     for name in (
         "digits",
         "photos",

@@ -33,7 +33,7 @@ def test_of_two_processes_one_speaks(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     ranks = Ranks("ddp_fp32", ["--output_dir", str(tmp_path / "run"), "--dataset", str(tmp_path)], name="gpt")
     assert set(ranks.wait()) <= {1, 2}
-    assert ranks.text().count("b.txt is not UTF-8") == 1 and "Traceback" not in ranks.text()
+    assert ranks.text().count("b.txt cannot be read as UTF-8") == 1 and "Traceback" not in ranks.text()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -78,20 +78,10 @@ def test_broken_images_are_left_out_up_to_a_cap_and_counted(tmp_path):
         images.images(str(root), 32, skip_broken=1)
 
 
-def test_an_empty_class_is_named(tmp_path):
+def test_a_folder_without_classes_is_refused(tmp_path):
     root = make(tmp_path / "set")
-    (root / "train" / "blue").mkdir()
-    (root / "train" / "blue" / "notes.txt").write_text("no image")
-    with pytest.raises(Refused, match=r"set/train: Found no valid file for the classes blue"):
-        images.images(str(root), 32)
-    (root / "train" / "blue" / "notes.txt").unlink()
-    (root / "train" / "blue").rmdir()
-    with pytest.raises(Refused, match=r"set/train/red: Couldn't find any class folder"):
+    with pytest.raises(Refused, match="an Image and a ClassLabel of two classes are needed"):
         images.images(str(root / "train" / "red"), 32)
-    (root / "test" / "violet").mkdir()
-    Image.new("L", (9, 9)).save(root / "test" / "violet" / "a.png")
-    with pytest.raises(Refused, match="differ in classes: violet"):
-        images.images(str(root), 32)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2])
@@ -153,9 +143,11 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
 def test_text_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9 in Latin-1")
-    with pytest.raises(Refused, match=r"b\.txt is not UTF-8 text: byte 0xe9 at 3; convert it"):
+    with pytest.raises(
+        Refused, match=r"b\.txt cannot be read as UTF-8 text \('utf-8' codec can't decode byte 0xe9 in position 3"
+    ):
         text.texts(str(tmp_path), 16)
-    with pytest.raises(Refused, match="none cannot be read: No such file"):
+    with pytest.raises(Refused, match="none cannot be read as UTF-8 text .*No such file"):
         text.files(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refused, match="holds no text"):
@@ -207,7 +199,7 @@ def test_held_out_images_are_as_the_model_wants_them(tmp_path):
 
 
 FILES = {  # of conversations or labelled texts: (what reads it, its bytes, the line)
-    "latin.jsonl": (sft.chats, b'{"question":"a","answer":"caf\xe9"}\n{"question":"a","answer":"b"}\n', "column answer holds text that is not UTF-8: byte 0xe9 after 'caf'; convert it"),
+    "latin.jsonl": (sft.chats, b'{"question":"a","answer":"caf\xe9"}\n{"question":"a","answer":"b"}\n', "column answer holds text that is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 3"),
     "numbers.jsonl": (sft.chats, b'{"question":1,"answer":2}\n' * 3, "conversation 0: the chat template fails"),
     "null.jsonl": (sft.chats, b'{"question":"a","answer":null}\n' * 3, "conversation 0: the chat template fails"),
     "number.jsonl": (sft.chats, b'{"messages":1}\n' * 3, "conversation 0: the chat template fails"),
@@ -219,8 +211,6 @@ FILES = {  # of conversations or labelled texts: (what reads it, its bytes, the 
     "latin.csv": (text.labelled, b"text,label\na,b\n\xe9,c\n", "can't decode byte 0xe9"),
     "object.jsonl": (text.labelled, b'{"text":"a","label":{"b":1}}\n' * 20, 'a text and one named "label" are needed, both Values'),
     "list.jsonl": (text.labelled, b'{"text":"a","label":[1]}\n' * 20, 'a text and one named "label" are needed, both Values'),
-    "deep.jsonl": (text.labelled, b'{"text":"]}","label":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "deep.jsonl holds lists in lists more than 200 deep"),
-    "deep.json": (sft.chats, b'{"messages":' + b'{"\\"}":\n' * 50_000 + b"1" + b"}" * 50_000 + b"}\n", "deep.json holds lists in lists more than 200 deep"),
     "null.json": (text.labelled, b'{"text":"a","label":null}\n' * 20, "has 0 class: classification needs two or more"),
 }  # fmt: skip
 

@@ -26,8 +26,8 @@ from faithful.config import config_file, rules
 from faithful.config.settings import read_env, to_env
 from faithful.evidence import record
 from faithful.launch import launcher, machine, process
-from shared import text, vision
-from tools import check
+from shared import text
+from tools import check, export
 
 
 def of(name, **changes):
@@ -313,12 +313,12 @@ def test_the_model_of_a_record(tmp_path, recipe, model, kind):
     """Also of a run that has saved no model yet, of one that went on from another run, and of a published one."""
     about = {"vocab_size": 300, "sequence_length": 16, "classes": ["a", "b"], "image_size": 32, "in_chans": 3}
     made = {"recipe": recipe, "args": {"model": model, "pretrained": True}, "data": about | {"num_classes": 2}}
-    assert type(vision.as_recorded(made, tmp_path)).__name__ == kind
+    assert type(export.as_recorded(made, tmp_path)).__name__ == kind
     if recipe == "resnet":
         (tmp_path / "run.json").write_text(json.dumps({key: made[key] for key in ("recipe", "args")}))
         (tmp_path / "data.json").write_text(json.dumps(made["data"]))
         later = made | {"args": {"model": str(tmp_path), "pretrained": True}}
-        assert vision.as_recorded(later, tmp_path / "later").conv1.stride == (2, 2), "the published one's stem"
+        assert export.as_recorded(later, tmp_path / "later").conv1.stride == (2, 2), "the published one's stem"
 
 
 def test_the_standard_library_by_package():

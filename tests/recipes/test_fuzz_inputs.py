@@ -13,8 +13,7 @@ import fuzz
 import pytest
 import yaml
 from conftest import CONFIGS, ROOT
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from faithful import Refused
 from faithful.config import deepspeed

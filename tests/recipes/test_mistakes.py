@@ -14,7 +14,7 @@ from conftest import Ranks, train
 from loop import loop
 from test_script import APART, load_state
 
-from shared import data, images, models, text, vision
+from shared import data, images, lm, resnets, text, vision
 from shared.args import Refused
 
 
@@ -58,7 +58,7 @@ def test_one_sample_is_too_few_to_hold_some_out():
 
 def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(Refused, match="gone.txt cannot be read: No such file or directory"):
+    with pytest.raises(Refused, match="gone.txt cannot be read as UTF-8 text .*No such file or directory"):
         text.texts(str(tmp_path), 8)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(Refused, match="python_docs needs pydoc_data, which this Python lacks: try python_source"):
@@ -71,11 +71,11 @@ def test_texts_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (lambda: vision.vit("vit_nano", 30, 1, 10), "image size 30 is not a multiple of the patch size 4"),
         (lambda: vision.vit("vit_nano", 8, 1, 10, True), "--model vit_nano: .*It can be a name of timm"),
         (lambda: vision.vit("/gone/run", 8, 1, 10, True), "--model /gone/run: .*It can be a name of timm"),
-        (lambda: vision.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
-        (lambda: vision.resnet("resnet18d", 8, 3, 10), "resnet18d has a stem of several layers.*: try resnet18"),
-        (lambda: models.gpt("gpt_tiny", 300, 32), "no model 'gpt_tiny': one of gpt_nano, "),
+        (lambda: resnets.resnet("mobilenetv3_small_050", 64, 3, 10), "not a residual network .*: try resnet18"),
+        (lambda: resnets.resnet("resnet18d", 8, 3, 10), "resnet18d has a stem of several layers.*: try resnet18"),
+        (lambda: lm.gpt("gpt_tiny", 300, 32), "no model 'gpt_tiny': one of gpt_nano, "),
         (
-            lambda: models.gpt("nobody/nothing", 300, 32, True),
+            lambda: lm.gpt("nobody/nothing", 300, 32, True),
             "nobody/nothing: no pretrained model",
         ),
         (lambda: text.tokenizer_of("nobody/nothing"), "--model nobody/nothing: no tokenizer"),
@@ -88,8 +88,8 @@ def test_models_that_cannot_be_made_are_named(make, why):
 
 def test_a_run_whose_weights_are_damaged_is_named(tmp_path):
     run = train("single_fp32", tmp_path / "run", "--max_steps", 1, "--save_steps", 0, "--eval_steps", 0)
-    with pytest.raises(Refused, match="is not a residual network"):
-        vision.resnet(str(run), 8, 1, 10, pretrained=True)
+    with pytest.raises(Refused, match="is a run of recipes/vit.py, not of resnet.py"):
+        resnets.resnet(str(run), 8, 1, 10, pretrained=True)
     (run / "model" / "model.safetensors").write_bytes(b"half of a file")
     with pytest.raises(Refused, match="its weights cannot be loaded .*; did the run finish?"):
         vision.vit(str(run), 8, 1, 10, pretrained=True)
@@ -285,7 +285,7 @@ CONFIGS = [  # model, key of its config.json, value that a stranger has written 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    for model in (models.gpt("llama_nano", 272, 32), models.bert("bert_nano", 272, 32, 3)):
+    for model in (lm.gpt("llama_nano", 272, 32), lm.bert("bert_nano", 272, 32, 3)):
         model.save_pretrained(folder / f"{model.config.model_type}_nano")
     return folder
 
@@ -296,7 +296,7 @@ def test_a_config_asks_for_the_sizes_of_the_weights_beside_it(saved, tmp_path, n
     folder = shutil.copytree(saved / name, tmp_path / name)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
-    build = models.gpt if name == "llama_nano" else partial(models.bert, num_classes=3)
+    build = lm.gpt if name == "llama_nano" else partial(lm.bert, num_classes=3)
     with pytest.raises(Refused, match=said) as error:
         build(str(folder), vocab_size=272, sequence_length=32, pretrained=True)
     assert str(folder) in str(error.value) and len(str(error.value).splitlines()) == 1
@@ -305,12 +305,12 @@ def test_a_config_asks_for_the_sizes_of_the_weights_beside_it(saved, tmp_path, n
 
 
 def test_a_new_head_may_have_other_sizes(saved):
-    model = models.bert(str(saved / "bert_nano"), 272, 32, 7, pretrained=True)
+    model = lm.bert(str(saved / "bert_nano"), 272, 32, 7, pretrained=True)
     assert model.classifier.weight.shape == (7, 128)
 
 
 def test_words_that_a_stranger_chose_are_no_sizes():
     labels = {"wooden blocks": 5000, "layer cake": 20000, "headache": 30000}
-    models.refuse_counts({"label2id": labels, "block_size": 2048, "layer_norm_eps": 1e-5}, "config.json")
+    lm.refuse_counts({"label2id": labels, "block_size": 2048, "layer_norm_eps": 1e-5}, "config.json")
     with pytest.raises(Refused, match="num_hidden_layers is 5000"):
-        models.refuse_counts({"text_config": {"num_hidden_layers": 5000}}, "config.json")
+        lm.refuse_counts({"text_config": {"num_hidden_layers": 5000}}, "config.json")

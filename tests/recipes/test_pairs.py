@@ -11,7 +11,7 @@ import torch
 from conftest import distance, metrics, train, weights
 from test_recipes import couples, preferred
 
-from shared import dpo, models, pairs, text
+from shared import dpo, lm, pairs, text
 from shared.args import Refused
 from tools import predict
 
@@ -114,7 +114,7 @@ def test_it_learns_and_finds(tmp_path, capsys):
 
 
 def test_functions_of_the_standard_library_are_pairs():
-    found = pairs.functions()
+    found = text.functions()
     codes = {code for _, code in found}
     assert len(found) == len(codes) > 5000 and sum(bool(words) for words, _ in found) > 2000
     [(words, code)] = [each for each in found if each[1].startswith("def pformat(object, indent=1")]
@@ -138,7 +138,7 @@ def test_a_log_probability_is_that_of_the_answer_alone(tmp_path):
     """Compared with the model's own loss of the answer's tokens behind its prompt, without padding."""
     torch.manual_seed(0)
     part = dpo.preferences(str(preferred(tmp_path)), 48)[1]
-    model, tokenizer = models.gpt("llama_nano", part.vocab_size, 48).double().eval(), part.tokenizer
+    model, tokenizer = lm.gpt("llama_nano", part.vocab_size, 48).double().eval(), part.tokenizer
     with torch.no_grad():
         found = dpo.log_probs(model, part.__getitems__([2]))[0]
         for i in (0, 1):

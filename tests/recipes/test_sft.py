@@ -10,7 +10,7 @@ from conftest import distance, metrics, train, weights
 from safetensors.torch import load_file, save_file
 from test_recipes import questions
 
-from shared import models, sft, text
+from shared import lm, sft, text
 from shared.args import Refused
 from tools import export, predict
 
@@ -31,7 +31,7 @@ def packed(tmp_path):
 @pytest.mark.parametrize("name", ["llama_nano", "gpt_nano"])
 def test_packed_conversations_do_not_see_each_other(packed, name, attention):
     torch.manual_seed(0)
-    model, batch = models.gpt(name, packed.vocab_size, 150).eval(), packed.__getitems__([0])
+    model, batch = lm.gpt(name, packed.vocab_size, 150).eval(), packed.__getitems__([0])
     model.set_attn_implementation(attention)
     starts = batch["position_ids"][0].eq(0).nonzero().flatten().tolist()
     ends = [*starts[1:], int(packed.counts[0])]
@@ -180,12 +180,11 @@ def test_adapters_that_cannot_be_merged_leave_no_model_that_is_merged_in_parts(t
         save_file(tensors, tmp_path / name)
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(layer("a"), names[0])}))
 
-    def full(tensors, path, *rest):
-        if "00002-of" in str(path):
-            raise OSError(28, "No space left on device")
-        save_file(tensors, path, *rest)
+    def full(number, disk=iter((None, OSError(28, "No space left on device")))):
+        if error := next(disk):
+            raise error
 
-    monkeypatch.setattr(sft, "save_file", full)
+    monkeypatch.setattr(os, "fsync", full)
     before = os.umask(0o027)
     try:
         with pytest.raises(OSError, match="No space"):
@@ -208,14 +207,14 @@ def test_lora_trains_and_is_merged(tmp_path, capsys, config, model):
     pytest.importorskip("peft", reason="not installed: peft")
     argv = argv_of(tmp_path, "--lora_rank", 16, "--model", model, "--learning_rate", 0.01)
     run = train(config, tmp_path / "run", *argv, name="sft")
-    plain = models.gpt(model, 272, 96)
+    plain = lm.gpt(model, 272, 96)
     missing, unexpected = plain.load_state_dict(weights(run), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     export.main([str(run), "--checkpoint", "6", "--output", str(tmp_path / "checkpoint.safetensors")])
     exported = load_file(tmp_path / "checkpoint.safetensors")
     for name, value in weights(run).items():
         torch.testing.assert_close(exported[name], value.float(), rtol=0.02, atol=0.02)
-    start = models.gpt(model, 272, 96)
+    start = lm.gpt(model, 272, 96)
     moved = [name for name, value in weights(run).items() if not value.equal(start.state_dict()[name])]
     assert moved, "nothing was merged"
 
@@ -223,4 +222,4 @@ def test_lora_trains_and_is_merged(tmp_path, capsys, config, model):
 def test_lora_without_peft_is_one_line(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(Refused, match="--lora_rank needs peft: ./launch.sh setup --extra lora"):
-        sft.adapted(models.gpt("llama_nano", 272, 16), lora_rank=4)
+        sft.adapted(lm.gpt("llama_nano", 272, 16), lora_rank=4)

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from test_tp import STEPS, in_float64, losses_and_norms
 from torch.utils.data import DataLoader
 
-from faithful import Accelerator, Refused
-from faithful import __main__ as door
+from faithful import Accelerator, Refused, __main__ as door
 from tools import export
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate
 from faithful import Refused
 from faithful.checkpoint import checkpoints
 from faithful.strategies import base, tp
-from shared import models, vision
+from shared import lm, vision
 from tools import export
 
 TEXT = Path(textwrap.__file__)  # some text that nobody here edits
@@ -347,8 +347,8 @@ def test_the_finished_model_is_transformers_own_and_plain(whole):
 
 def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
     with torch.device("meta"):
-        gpt2, llama = models.gpt("gpt_nano", 272, 32), models.gpt("llama_nano", 272, 32)
-        vit, small = vision.vit("vit_nano", 8, 1, 10), models.gpt("llama_small", 272, 32)
+        gpt2, llama = lm.gpt("gpt_nano", 272, 32), lm.gpt("llama_nano", 272, 32)
+        vit, small = vision.vit("vit_nano", 8, 1, 10), lm.gpt("llama_small", 272, 32)
     tp.check(llama, 2)
     for model, size, expected in (
         (vit, 2, "VisionTransformer has no plan for tensor parallel: use recipes/gpt.py with llama_nano"),
@@ -430,7 +430,7 @@ def loads_a_model(folder, by_transformers):
     accelerator = Accelerator(project_dir=sys.argv[2])
     set_seed(0)
     if accelerator.is_main_process:
-        models.gpt("llama_nano", 256, 32).save_pretrained(folder)
+        lm.gpt("llama_nano", 256, 32).save_pretrained(folder)
     accelerator.wait_for_everyone()
     split = {"distributed_config": DistributedConfig(tp_size=2)} if by_transformers else {}
     model = LlamaForCausalLM.from_pretrained(folder, **split)

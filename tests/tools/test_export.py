@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from faithful.checkpoint import checkpoints, weight_files
 from shared import vision
 from shared.args import Refused
-from tools import cli
-from tools import export as tool
+from tools import cli, export as tool
 
 CONFIGS = ("single_fp8", "fsdp_fp8", "ddp_fp8_te", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2")
 STEPS = ("--max_steps", 6, "--save_steps", 3, "--warmup_steps", 1)

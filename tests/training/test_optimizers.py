@@ -10,20 +10,10 @@ from torch import nn
 
 from faithful import Accelerator
 from faithful.tensors import low_bit
-from shared import optimizers
+from shared import models, optimizers
 from shared.args import Refused
 
 STEPS = ("--max_steps", 4, "--save_steps", 2, "--eval_steps", 0, "--logging_steps", 1, "--model", "vit_nano")
-
-
-class Options:
-    """What `optimizer` reads of a recipe's arguments. A copy's may have no --freeze and no --layer_decay."""
-
-    learning_rate, weight_decay, dtype = 1e-3, 0.1, "float32"
-
-    def __init__(self, name, **others):
-        self.optimizer = name
-        vars(self).update(others)
 
 
 class Small(nn.Module):
@@ -32,6 +22,10 @@ class Small(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.block, self.norm = nn.Embedding(32, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+
+
+def optimizer(name, model):
+    return optimizers.optimizer(name, models.groups(model, 1e-3, 0.1), model, torch.device("cpu"))
 
 
 CASES = [
@@ -114,7 +108,7 @@ def test_low_bit_states_are_not_cut_for_another_number_of_processes(tmp_path):
 
 def test_muon_is_for_the_matrices_of_blocks():
     model = Small()
-    groups = optimizers.optimizer(model, Options("muon"), torch.device("cpu")).param_groups
+    groups = optimizer("muon", model).param_groups
     by = {id(p): bool(group.get("use_fallback")) for group in groups for p in group["params"]}
     assert by == {
         id(model.embedding.weight): True,
@@ -127,14 +121,14 @@ def test_muon_is_for_the_matrices_of_blocks():
 
 def test_stochastic_rounding_needs_bf16_weights():
     with pytest.raises(Refused, match="it needs --dtype bfloat16"):
-        optimizers.optimizer(Small(), Options("adamw_bf16"), torch.device("cpu"))
-    assert optimizers.optimizer(Small(), Options("adamw_bf16", dtype="bfloat16"), torch.device("cpu"))
+        optimizer("adamw_bf16", Small())
+    assert optimizer("adamw_bf16", Small().bfloat16())
 
 
 def test_torchao_is_asked_for_by_name(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     with pytest.raises(Refused, match="--optimizer adamw_8bit needs torchao"):
-        optimizers.optimizer(Small(), Options("adamw_8bit"), torch.device("cpu"))
+        optimizer("adamw_8bit", Small())
 
 
 def as_torch_alone(make):
