@@ -103,7 +103,8 @@ def judged(row, dtype, make, found):
     return ("right" if max(figures.values()) < bound else "wrong"), figures
 
 
-OF_ENGINE = ["loss.backward() alone", "p.grad.mul_(0)", "p.grad[:n] = 0", "p.grad = -p.grad", "p.grad is read", "optimizer.load_state_dict",
+OF_ENGINE = ["loss.backward() alone", "loss.backward() alone, and an evaluation", "p.grad.mul_(0)", "p.grad[:n] = 0",
+             "p.grad = -p.grad", "p.grad is read", "optimizer.load_state_dict",
              "model.zero_grad(set_to_none=False) before a step",
              "optimizer.zero_grad(set_to_none=False) before a step"]  # fmt: skip
 RELEASED = ["p.data.clamp_ after prepare", "p.data.clamp_ between backward and step", "nn.init after prepare",

@@ -255,6 +255,16 @@ def evaluated(run):
         run.loss_of()
 
 
+def evaluated_after(run):
+    """A backward pass of torch's own, after which the script evaluates."""
+
+    def backward(loss):
+        loss.backward()
+        evaluated(run)
+
+    return backward
+
+
 def swapped_for_an_evaluation(run):
     weight = run.weight()
     kept = weight.data.clone()
@@ -365,6 +375,7 @@ ROWS = {
     "clip_grad_norm_ of no parameter": at("backward")(lambda run: nn.utils.clip_grad_norm_([], 1e-3)),
     "backward(loss, gradient)": at("begun")(with_gradient_argument),
     "loss.backward() alone": at("prepared")(lambda run: setattr(run, "backward", torch.Tensor.backward)),
+    "loss.backward() alone, and an evaluation": at("prepared")(lambda run: setattr(run, "backward", evaluated_after(run))),
     "loss.backward()": at("begun")(lambda run: (-2.0 * run.loss_of()).backward()),
 }  # fmt: skip
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward", "p.data = in forward"}  # rows for Net alone
@@ -375,6 +386,7 @@ WITHOUT_EFFECT = {  # on the weights, which in torch are those of training witho
     "two forward passes, one backward pass", "optimizer.state.clear()", "optimizer.load_state_dict",
     "model.zero_grad(set_to_none=False) before a step", "optimizer.zero_grad(set_to_none=False) before a step",
     "clip_grad_norm_ of no parameter", "loss.backward() alone",
+    "loss.backward() alone, and an evaluation",
 }  # fmt: skip
 
 

@@ -216,6 +216,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         def step() -> None:
             if self._passed_outside and not held.begun:
                 guard.refuse_own_backward()
+            self._passed_outside = False
             if held.nothing_to_update():
                 return
             with held.working():
@@ -223,10 +224,14 @@ class ZeRO(GradientsElsewhere, Strategy):
             held.updated()
             clip_as_configured(zero)  # not as in this step's call of clip_grad_norm_
 
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._passed_outside = False
+            held.drop_gradients(set_to_none)
+
         if stage(zero) > 1:  # Accelerate calls it in stage 1 only
             engine.no_sync = refuse_no_sync
-        engine.zero_grad = engine.module.zero_grad = held.drop_gradients
-        return Engine(backward, step, held.drop_gradients, Scaler(zero) if zero.dtype == torch.float16 else None)
+        engine.zero_grad = engine.module.zero_grad = zero_grad
+        return Engine(backward, step, zero_grad, Scaler(zero) if zero.dtype == torch.float16 else None)
 
     def _once_differentiable(self, module: nn.Module, args: object, output: object) -> None:
         """A hook of the model: a second derivative through its output is refused, for which DeepSpeed's engine, which
@@ -240,7 +245,6 @@ class ZeRO(GradientsElsewhere, Strategy):
                 )
             self._passed_outside |= not self._in_backward
 
-        self._passed_outside = False
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(seen)
