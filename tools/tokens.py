@@ -11,6 +11,9 @@ lies in the interval unless Student's t says that their mean is not zero. So pai
 baseline's own losses counts. For a straight line this is Fieller's interval ("Some problems in interval estimation",
 JRSS B 16, 1954); like it, it is open where the losses say nothing.
 
+The interval holds the chance of the runs. The form of the curve is not in it: in results/tokens.json 90% of the steps,
+11.1% more tokens, are found as 12.0%.
+
 A curve is believed from the smallest budget over 1.5 to the largest times 1.5, where it falls.
 """
 

@@ -213,6 +213,23 @@ def test_the_study_found_what_readme_and_its_page_say():
     assert max(rows["o2_round_to_nearest"], rows["bf16_pure"]) < 0.1 and min(rows["o2"], rows["bf16_stochastic"]) > 0.9
 
 
+def test_tokens_say_what_readme_and_their_page_say():
+    """bf16's loss falls with each budget; what is planted is found, and chance alone costs nothing."""
+    found = result("tokens")
+    rows = {row["way"]: row for row in found["rows"]}
+    mean = {steps: sum(losses) / len(losses) for steps, losses in found["budgets"].items()}
+    assert mean["300"] > mean["600"] > mean["1200"] and {len(losses) for losses in found["budgets"].values()} == {5}
+    assert rows["lost"]["interval"][0] > 0 and abs(rows["lost"]["share"] - 1 / 9) < 0.01
+    assert rows["bf16_pure"]["interval"][0] > 0.1 and rows["planted"]["why"] == "above +200%"
+    low, high = rows["control"]["interval"]
+    assert low < 0 < high < 0.015
+    low, high = rows["o2"]["interval"]
+    assert rows["o2"]["step"] == pytest.approx(0.752, abs=1e-3) and -0.04 < low < 0 < high < 0.04
+    readme = (ROOT / "README.md").read_text()
+    assert "13% more, where O2 needs 0.2% (-3.5% to 4.0%)" in readme and round(rows["bf16_pure"]["share"], 2) == 0.13
+    assert [round(100 * value, 1) for value in (rows["o2"]["share"], low, high)] == [0.2, -3.5, 4.0]
+
+
 def test_compare_finds_the_planted_fault():
     found = result("planted/report")["rows"][-1]
     assert found["config"] == "single_fp8_te_nvfp4" and found["measures"]["eval_loss"]["kind"] == "higher"
