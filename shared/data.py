@@ -189,7 +189,9 @@ def describe(accelerator: Any, dataset: Any) -> Path:
 
 def write(path: Path, content: bytes) -> None:
     """Puts a file of these bytes in the place of another, or of nothing, in one step. A symlink goes, not the file that
-    it leads to."""
+    it leads to. Raises OSError, also if there is a folder, a pipe or a device."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file")
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -219,6 +221,9 @@ def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ValueError("it is a pipe or a device, not a file or a folder")
+        for file in (path, *path.glob("**/*.json*")):
+            if file.suffix in (".json", ".jsonl") and file.is_file() and depth_of(file) > 200:
+                raise ValueError(f"{file.name} holds lists in lists more than 200 deep")
         if not path.exists():
             try:
                 get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -231,6 +236,15 @@ def load(name: str, offline: str, *args: Any, **kwargs: Any) -> "DatasetDict":
         raise Refused(f"--dataset {name}: {reason} (known offline: {offline}; else a folder or a Hub name)") from None
     finally:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE  # as it was at the start, for --push_to_hub
+
+
+def depth_of(file: Path) -> int:
+    """How deep lists and objects in a JSON file are in one another. At 10,000 the parser of `datasets` would crash."""
+    others = bytes(set(range(256)) - set(b"[]{}"))
+    with file.open("rb") as lines:
+        parts = (line.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"') for line in lines)  # each second is text
+        brackets = itertools.chain.from_iterable(b"".join(part[::2]).translate(None, others) for part in parts)
+        return max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def column(split: "Dataset", key: str, name: str) -> list[Any]:

@@ -238,6 +238,8 @@ def hub_images(
 
     folder = Path(name).expanduser()
     of_files = folder.is_dir() and not list(folder.glob("**/*.parquet"))
+    if of_files:
+        refuse_empty_classes(folder)
     loaded = data.load(name, OFFLINE, *(("imagefolder", None, str(folder)) if of_files else (name,)))
     features = next(iter(loaded.values())).features
     columns = {type(feature).__name__: column for column, feature in features.items()}
@@ -251,6 +253,22 @@ def hub_images(
             split = without_broken(name, split, columns[0], skip_broken, left_out)
         sets.append(HubImages(split, columns, image_size, config, train, seed, left_out))
     return tuple(sets)
+
+
+def refuse_empty_classes(folder: Path) -> None:
+    """Raises Refused if a class has no images, which `datasets` would ignore, or if splits differ in classes."""
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+    from torchvision.datasets import DatasetFolder
+
+    names = ("train", "test", "validation", "val", "valid")
+    splits, classes = [folder / name for name in names if (folder / name).is_dir()] or [folder], {}
+    for split in splits:
+        try:
+            classes[split] = set(DatasetFolder(split, None, tuple(ImageFolder.EXTENSIONS)).classes)  # pyrefly: ignore[bad-argument-type]
+        except FileNotFoundError as error:
+            raise Refused(f"{split}: {str(error).split(' Supported')[0]} Put images in, or remove the folder") from None
+        if differing := sorted(classes[split] ^ classes[splits[0]]):
+            raise Refused(f"{split} and {splits[0]} differ in classes: {', '.join(differing[:3])}")
 
 
 def without_broken(name: str, split: "Dataset", column: str, most: int, left_out: list[str]) -> "Dataset":

@@ -402,7 +402,7 @@ def test_all_contradictions_of_a_script_are_named_at_once():
     script = {key: value for _, change, _, _ in SCRIPT for key, value in change.items()}
     with pytest.raises(Refused) as refused:
         merged("ddp_bf16", script)
-    assert len(str(refused.value).splitlines()) == 5
+    assert len(str(refused.value).splitlines()) == 6
 
 
 def test_a_tracker_that_a_script_registers_is_known_by_its_name(monkeypatch):

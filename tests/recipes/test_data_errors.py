@@ -78,10 +78,20 @@ def test_broken_images_are_left_out_up_to_a_cap_and_counted(tmp_path):
         images.images(str(root), 32, skip_broken=1)
 
 
-def test_a_folder_without_classes_is_refused(tmp_path):
+def test_an_empty_class_is_named(tmp_path):
     root = make(tmp_path / "set")
-    with pytest.raises(Refused, match="an Image and a ClassLabel of two classes are needed"):
+    (root / "train" / "blue").mkdir()
+    (root / "train" / "blue" / "notes.txt").write_text("no image")
+    with pytest.raises(Refused, match=r"set/train: Found no valid file for the classes blue"):
+        images.images(str(root), 32)
+    (root / "train" / "blue" / "notes.txt").unlink()
+    (root / "train" / "blue").rmdir()
+    with pytest.raises(Refused, match=r"set/train/red: Couldn't find any class folder"):
         images.images(str(root / "train" / "red"), 32)
+    (root / "test" / "violet").mkdir()
+    Image.new("L", (9, 9)).save(root / "test" / "violet" / "a.png")
+    with pytest.raises(Refused, match="differ in classes: violet"):
+        images.images(str(root), 32)
 
 
 @pytest.mark.parametrize("wrong", [-1, 2])
@@ -211,6 +221,8 @@ FILES = {  # of conversations or labelled texts: (what reads it, its bytes, the 
     "latin.csv": (text.labelled, b"text,label\na,b\n\xe9,c\n", "can't decode byte 0xe9"),
     "object.jsonl": (text.labelled, b'{"text":"a","label":{"b":1}}\n' * 20, 'a text and one named "label" are needed, both Values'),
     "list.jsonl": (text.labelled, b'{"text":"a","label":[1]}\n' * 20, 'a text and one named "label" are needed, both Values'),
+    "deep.jsonl": (text.labelled, b'{"text":"]}","label":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "deep.jsonl holds lists in lists more than 200 deep"),
+    "deep.json": (sft.chats, b'{"messages":' + b'{"\\"}":\n' * 50_000 + b"1" + b"}" * 50_000 + b"}\n", "deep.json holds lists in lists more than 200 deep"),
     "null.json": (text.labelled, b'{"text":"a","label":null}\n' * 20, "has 0 class: classification needs two or more"),
 }  # fmt: skip
 

@@ -87,9 +87,9 @@ def test_compare_saves_only_where_the_best_model_is_wanted(tmp_path, monkeypatch
     monkeypatch.setattr(
         compare.subprocess, "run", lambda line, **_: lines.append(line) or SimpleNamespace(returncode=0)
     )
-    launch = compare.Launch("single_bf16", False, 0, tmp_path / "run")
+    launch = compare.Launch("single_bf16", False, 0, None, tmp_path / "run")
     words = ["vit", *["--load_best_model_at_end"] * best]
-    compare.execute(launch, CONFIGS / "single_bf16.yml", words, {"single_bf16": 32})
+    compare.execute(launch, compare.Way(CONFIGS / "single_bf16.yml", []), words, {"single_bf16": 32})
     at = lines[0].index(str(VIT)) + 1
     assert find.parse_options(VIT, lines[0][at:]).save_steps == (100 if best else 0)
 

@@ -112,10 +112,13 @@ def test_a_comparison_says_how_long_it_will_take(tmp_path, monkeypatch):
     (tmp_path / "a" / "run.json").write_text("")
     monkeypatch.setattr(compare, "ROOT", tmp_path / "none")
     monkeypatch.setattr(compare.records, "read", lambda folder: {"record": record})
-    said = compare.how_long(10, find.recipe("vit"), ["--max_steps", "200"], tmp_path)
+    said = compare.how_long([1] * 10, find.recipe("vit"), ["--max_steps", "200"], tmp_path)
     assert said.startswith("about 21 min in all, if a run takes what ") and said.endswith("/a took")
-    unlike = compare.how_long(10, find.recipe("vit"), ["--model", "vit_tiny"], tmp_path)
-    assert unlike == compare.how_long(3, ROOT / "tests" / "conftest.py", [], tmp_path)
+    assert compare.how_long([1, 2, 4], find.recipe("vit"), ["--max_steps", "200"], tmp_path).startswith(
+        "about 14 min in"
+    )
+    unlike = compare.how_long([1] * 10, find.recipe("vit"), ["--model", "vit_tiny"], tmp_path)
+    assert unlike == compare.how_long([1] * 3, ROOT / "tests" / "conftest.py", [], tmp_path)
     assert unlike == "how long: the first run will tell"
 
 
