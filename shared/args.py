@@ -164,22 +164,27 @@ def words_of(file: str, parser: argparse.ArgumentParser) -> list[str]:
     """The options in a YAML or JSON file, as words of a command line: their values are the texts that stand there."""
     import yaml
 
+    words, at = {}, Path(file)
     try:
-        values = yaml.load(Path(file).read_text(), yaml.BaseLoader)
+        if not at.is_file() or at.stat().st_size > 1 << 16:  # a pipe would be waited for
+            raise OSError("it is longer than 65,536 bytes" if at.is_file() else "no such file")
+        lines = yaml.compose(at.read_text(), yaml.SafeLoader)  # pyrefly: ignore[bad-argument-type]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         parser.error(f"--config {file} cannot be read: {' '.join(str(error).split())}")
-    if not isinstance(values, dict) or not all(isinstance(value, str) for value in values.values()):
-        parser.error(f"--config {file} does not hold `option: value` lines alone")
-    words = []
-    for key, value in values.items():
-        option = parser._option_string_actions.get(f"--{key}")
-        if option is None or key in ("config", "help"):
-            parser.error(f"unrecognized arguments: --{key} in {file}")
-        if isinstance(option, argparse.BooleanOptionalAction) and value.lower() in ("true", "false"):
-            words.append(f"--{key}" if value.lower() == "true" else f"--no-{key}")
-        elif value not in ("", "null", "~"):
-            words.append(f"--{key}={value}")
-    return words
+    for key, value in lines.value if isinstance(lines, yaml.MappingNode) else [(None, None)]:
+        if not isinstance(value, yaml.ScalarNode):
+            parser.error(f"--config {file} does not hold `option: value` lines alone")
+        option = f"--{key.value}"
+        if option not in parser._option_string_actions or option in ("--config", "--help"):
+            parser.error(f"unrecognized arguments: {option} in {file}")
+        if option in words:
+            parser.error(f"--config {file} has {key.value} twice")
+        words[option] = f"{option}={value.value}"
+        if isinstance(parser._option_string_actions[option], argparse.BooleanOptionalAction):
+            words[option] = {"true": option, "false": f"--no-{key.value}"}.get(value.value.lower(), words[option])
+        elif value.value in ("", "null", "~"):  # as if it were not there
+            words[option] = ""
+    return list(filter(None, words.values()))
 
 
 def parser_of(cls: type, kind: type[Parser] = Parser) -> Parser:
@@ -219,11 +224,15 @@ def grad_scaler(text: str) -> "list[GradScalerKwargs]":
     """Accelerate's handlers for fp16's gradient scaler, from `"init_scale=1024,growth_interval=100"`; "" means none."""
     from accelerate.utils import GradScalerKwargs
 
-    parser = Parser("What --grad_scaler takes, with commas between them.")
-    for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
-        kind = number(int if key == "growth_interval" else float, *RANGES[key])
-        parser.add_argument(f"--{key}", type=kind, default=argparse.SUPPRESS)
-    values = vars(parser.parse_args([f"--{item}" for item in text.split(",") if item]))
+    kinds = {"init_scale": float, "growth_factor": float, "backoff_factor": float, "growth_interval": int}
+    try:
+        pairs = [item.split("=") for item in text.split(",") if item]
+        values: dict[str, typing.Any] = {key: number(kinds[key], *RANGES[key])(value) for key, value in pairs}
+    except argparse.ArgumentTypeError as error:
+        Parser().error(f"--grad_scaler {short(text)}: {error}")  # there is no Accelerator yet
+    except (KeyError, ValueError):
+        keys = ", ".join(f"{key}={kind.__name__}" for key, kind in kinds.items())
+        Parser().error(f"--grad_scaler {short(text)!r} is not one of {keys}")
     return [GradScalerKwargs(**values)] if values else []
 
 

@@ -79,8 +79,8 @@ SCALERS = [
     ("growth_factor=1", "1 is not a number, 1.000001 or more"),
     ("backoff_factor=1", "1 is not a number from 1e-30 to 0.999999"),
     ("growth_interval=0", "0 is not a whole number, 1 or more"),
-    ("growth=2", "unrecognized arguments: --growth=2"),
-    ("init_scale", "argument --init_scale: expected one argument"),
+    ("growth=2", "is not one of init_scale=float"),
+    ("init_scale", "is not one of init_scale=float"),
 ]
 
 

@@ -52,9 +52,11 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
         ("max_steps: [3]", "--config {file} does not hold `option: value` lines alone"),
         ("- max_steps", "--config {file} does not hold `option: value` lines alone"),
         ("", "--config {file} does not hold `option: value` lines alone"),
+        ("seed: 1\nmax_steps: 3\nseed: 2", "--config {file} has seed twice"),
         ("pretrained: perhaps", "ignored explicit argument 'perhaps'"),
         ("max_steps: {", "--config {file} cannot be read: "),
         ("[" * 9000, "--config {file} cannot be read: "),
+        ("#" * 70_000, "--config {file} cannot be read: it is longer than 65,536 bytes"),
         ("\x00", "--config {file} cannot be read: "),
     ],
 )
@@ -67,9 +69,7 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path, text, why):
 
 def test_launch_sh_answers_before_it_starts(tmp_path):
     done = launched("./launch.sh", "single_bf16", "vit", "--config", str(tmp_path / "none.yml"))
-    assert (
-        done.returncode == 2 and "none.yml cannot be read: [Errno 2] No such file" in done.stderr and done.stdout == ""
-    )
+    assert done.returncode == 2 and "none.yml cannot be read: no such file" in done.stderr and done.stdout == ""
     done = launched("./launch.sh", "single_bf16", "vit", "--max_steps", "5", "--num_train_epochs", "2")
     assert done.returncode == 2 and "--num_train_epochs 2.0 and --max_steps 5: give one of them" in done.stderr
 

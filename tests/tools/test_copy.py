@@ -165,7 +165,7 @@ def test_there_is_little_to_read(tmp_path, name, capsys):
     files, lines = re.search(r": (\d+) files, ([\d,]+) lines and \S+\.whl\. Next", capsys.readouterr().out).groups()
     # A language model's copy has 45 lines that keep a stranger's config.json from being built as it says (lm.py).
     # embed has pairs.py; sft has conversations and adapters, and dpo stands on it.
-    most = {"vit": 1310, "resnet": 1360, "diffusion": 1260, "embed": 1530, "sft": 1610, "dpo": 1750}.get(name, 1390)
+    most = {"vit": 1320, "resnet": 1370, "diffusion": 1260, "embed": 1530, "sft": 1610, "dpo": 1750}.get(name, 1390)
     assert int(files) <= 11 + (name in ("resnet", "embed", "dpo")) and int(lines.replace(",", "")) <= most
 
 
