@@ -9,7 +9,6 @@ measured once, on a card that was lent or by a script that is gone, has a table 
 
 import json
 import re
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -129,13 +128,6 @@ def wrapper(figures):
     return f"{came_from(figures)}; ratios as above:\n\n" + report.table(heads, rows)
 
 
-def memory(figures):
-    rows = [[row["level"], f"{row['peak'] / 1e9:.2f}", f"{row['ratio']:.2f}x", f"{row['bytes_per_parameter']:.1f}"]
-            for row in figures["rows"]]  # fmt: skip
-    heads = ["level", "peak, GB", "of bf16 AMP with fp32 masters", "B/param"]
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
 KILLS = ("orphans", "failed_starts", "lost", "unequal")
 
 
@@ -228,75 +220,11 @@ def gallery(figures):
     return "\n\n".join([f"{came_from(figures)}:", table, *seen])
 
 
-TECHNIQUES = (  # what it was called, and the config that it is here
-    ("fp32, apex O0", "single_fp32"),
-    ("AMP in fp16, apex O1", "single_fp16"),
-    ("AMP in bf16", "single_bf16"),
-    ("apex O2, naive AMP: fp16 weights, fp32 masters", "zero1_fp16"),
-    ("half precision throughout, apex O3; in fp16 it ends in nan, and the run stops", "single_fp32 --dtype bfloat16"),
-    ("nn.DataParallel, DDP by spawn, launch or torchrun", "ddp_bf16"),
-    ("DDP with ZeroRedundancyOptimizer, ZeRO-1", "zero1_bf16"),
-    ("ZeRO-2", "zero2_bf16"),
-    ("ZeRO-2 without DeepSpeed", "fsdp_bf16_noreshard"),
-    ("ZeRO-3", "zero3_bf16"),
-    ("ZeRO-3, offloaded", "zero3_bf16_offload"),
-    ("FSDP (version 1), fairscale", "fsdp_bf16"),
-    ("FSDP with CPU offload", "fsdp_bf16_offload"),
-    ("FSDP, HYBRID_SHARD", "hsdp_bf16"),
-    ("ZeRO with FP8", "zero2_fp8"),
-    ("the same", "zero3_fp8"),
-    ("the same", "zero2_fp8_te"),
-    ("the same", "zero3_fp8_te"),
-)
-
-
-def strategies(figures):
-    heads = ["technique", "config", "processes", "bytes per parameter, all processes", "optimizer state per process",
-             "MiB sent per step and process", "held-out loss"]  # fmt: skip
-    rows = []
-    for technique, config in TECHNIQUES:
-        row = figures["runs"].get(config)
-        cells = ["-"] * 5  # on this machine it could not run
-        if row:
-            share, loss = row["share_per_process"] or {"optimizer": 1}, row["final"]["metrics"]["eval_loss"]
-            cells = [str(row["processes"]), f"{row['bytes_per_parameter']['total']:.1f}", f"{share['optimizer']:.2f}",
-                     f"{row['wire_bytes_per_step'] / 2**20:.2f}", f"{loss:.3f}"]  # fmt: skip
-        rows.append([technique, f"`{config}`", *cells])
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
-def installs(figures):
-    heads = ["Python", "packages", "downloaded, MB", "installed, MB", "to install, s", "to the demo's first step, s"]
-    keys = ("packages", "downloaded_mb", "installed_mb", "install_seconds", "first_step_seconds")
-    rows = [[python, *(f"{row[key]:,}" for key in keys)] for python, row in figures["rows"].items()]
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
-
-
-def tokens(figures):
-    """What each way of the study costs in tokens, and in time on the card that was measured."""
-    heads = ["way", "loss", "tokens for bf16's loss", "B/param", "step on an H200", "time there to bf16's loss"]
-    rows = []
-    for row in figures["rows"]:
-        step, ends = row.get("step"), row.get("interval", [None, None])
-        times = [f"{step * (1 + share):.2f}" for share in (row["share"], *ends)] if step and None not in ends else []
-        rows.append([
-            f"`{row['way']}`", report.number(row["loss"]), report.token_words(row) if "share" in row else "baseline",
-            f"{row['bytes_per_parameter']:.1f}", f"{step:.2f}" if step else "-",
-            f"{times[0]} ({times[1]} to {times[2]})" if times else "-",
-        ])  # fmt: skip
-    curve = ", ".join(f"{statistics.fmean(losses):.3f} after {steps}" for steps, losses in figures["budgets"].items())
-    return f"{came_from(figures)}; the held-out loss of bf16 is {curve} steps:\n\n{report.table(heads, rows)}"
-
-
 TABLES = {
-    "results/tokens.json": tokens,
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
-    "results/install.json": installs,
-    "results/strategies.json": strategies,
     "results/kills_saving.json": kills,
     "results/stuck.json": stuck,
-    "results/amp8_memory.json": memory,
     "results/step_time.json": step_times,
     "results/card.json": card,
     "results/versions.json": versions,

@@ -3,13 +3,15 @@
     python benchmarks/versions.py lowest                        all configs of CONFIGS
     python benchmarks/versions.py torch==2.11.* torch==2.13.*   other sets, one after the other
     python benchmarks/versions.py lowest --ci                   ten configs; exits with 1 if a loss differs
+    python benchmarks/versions.py --suites avx2 sse41           the default tests on what older CPUs have
 
 A set is `lowest`, the lowest versions of all requirements that can be installed together (uv's lowest-direct), or one
 requirement beside the newest of all others. It is installed into an environment in a temporary folder, which is removed
 at the end. There each config trains a recipe for 6 steps by `accelerate launch`, as it does in the environment of this
 script, which has the pins. Compared are the losses of all steps and of the evaluation. Adds to results/versions.json:
 for each set its versions and, for each config, the largest relative difference of a loss, or the last line of what the
-run said.
+run said. A suite is the default tests with torch and oneDNN held down to an instruction set: how many pass, and which
+fail.
 """
 
 import json
@@ -17,7 +19,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 from harness import ROOT, arguments, command, furthest, losses, made, save
 
@@ -29,9 +33,14 @@ CI = [
 CONFIGS = CI + [
     "single_fp32/vit", "zero1_bf16/vit", "single_fp8/vit", "single_fp8_te/vit", "single_fp8_msamp_o1/vit",
     "single_fp8_msamp_o3/vit", "zero3_fp8/vit", "single_bf16/gpt", "single_bf16/bert", "single_bf16/diffusion",
+    "single_bf16/embed", "single_bf16/dpo",
     "single_bf16/resnet", "single_bf16_compile/vit", "single_fp8_msamp_o2_compile/vit", "fsdp_fp8_msamp_o2_compile/vit",
 ]  # fmt: skip
 PACKAGES = ("torch", "torchvision", "transformers", "timm", "datasets", "torchao", "safetensors", "deepspeed", "numpy")
+SUITES = {  # what torch and oneDNN may use
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "sse41": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+}
 RESULT = ROOT / "results" / "versions.json"
 LOOK = f"import importlib.metadata as m, json, platform; print(json.dumps({{'python': platform.python_version()}} | {{n: m.version(n) for n in {PACKAGES}}}))"  # noqa: E501
 
@@ -56,13 +65,36 @@ def train(python, name):
     return losses(python, ["--config_file", f"accelerate_configs/{config}.yml"], [recipe, *STEPS], env)
 
 
+def suite(environment):
+    """How many of the default tests pass, and the names of those that fail."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, began = Path(folder, "suite.xml"), time.monotonic()
+        subprocess.run([ROOT / "launch.sh", "test", "-q", f"--junitxml={file}"], cwd=ROOT, env=os.environ | environment)
+        cases = list(ElementTree.parse(file).iter("testcase"))
+    outcomes = [{inner.tag for inner in case} & {"failure", "error", "skipped"} for case in cases]
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case, how in zip(cases, outcomes, strict=True)
+              if how & {"failure", "error"}]  # fmt: skip
+    counts = {"passed": sum(not how for how in outcomes), "skipped": sum(how == {"skipped"} for how in outcomes)}
+    return {"environment": environment} | counts | {"failed": failed, "seconds": round(time.monotonic() - began)}
+
+
 def main():
     parser = arguments(__doc__)
-    parser.add_argument("sets", nargs="+", metavar="SET")
+    parser.add_argument("sets", nargs="*", metavar="SET")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=[])
     parser.add_argument("--ci", action="store_true", help="ten configs, and nothing is written")
     parser.add_argument("--configs", nargs="+", default=CONFIGS, metavar="CONFIG/RECIPE")
     args = parser.parse_args()
-    configs, failed, found = CI if args.ci else args.configs, [], made(RESULT, sets={}, command=None)
+    configs, failed, found = CI if args.ci else args.configs, [], {"suites": {}} | made(RESULT, sets={}, command=None)
+
+    def keep():
+        kept = {key: found[key] for key in ("sets", "suites")}
+        save(RESULT, {"command": command(found["command"])} | kept, PACKAGES)
+
+    for name in args.suites:
+        found["suites"][name] = suite(SUITES[name])
+        print(name, found["suites"][name], flush=True)
+        keep()
     with tempfile.TemporaryDirectory() as folder:
         pinned = {}
         for which in args.sets:
@@ -80,7 +112,7 @@ def main():
             row["configs"] = before["configs"] | row["configs"]
             found["sets"][which] = row
             if not args.ci:
-                save(RESULT, {"command": command(found["command"]), "sets": found["sets"]}, PACKAGES)
+                keep()
     if args.ci and failed:
         sys.exit(f"trains otherwise than with the pinned versions, or not at all: {', '.join(failed)}")
 
