@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from faithful import patches
@@ -302,6 +303,8 @@ def shard(
     model.no_sync = MethodType(no_sync, model)
     compute_in_autocast(session, model)
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
+    if hasattr(model, "generate"):  # of transformers: it calls an encoder outside the model's forward pass
+        register_fsdp_forward_method(model, "generate")
     return model
 
 
