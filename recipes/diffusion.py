@@ -43,7 +43,7 @@ class Arguments(options.Run):  # inherits output_dir, logging_steps, eval_steps,
     guidance: float = 2.0  # how much more than without it the class counts; 1 means none
 
 
-def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader, samples: diffusion.Samples,
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader, drawn: diffusion.Samples,
              step: int) -> dict[str, float]:  # step: in the name of the picture of samples  # fmt: skip
     """Mean loss over the held-out set, every sample once; and what images that the model draws are worth."""
     seen = []
@@ -51,7 +51,7 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
     for batch in options.with_bar(loader, accelerator.is_main_process):
         loss = diffusion.held_out_losses(model, batch["pixel_values"], batch["labels"])
         seen.append(accelerator.gather_for_metrics(loss))
-    measures = samples.measures(accelerator, model, step)
+    measures = drawn.measures(accelerator, model, step)
     model.train()
     losses = torch.cat(seen).cpu().double()
     assert len(losses) == len(loader.dataset), f"evaluated {len(losses)} samples of {len(loader.dataset)}"
@@ -92,14 +92,14 @@ def main(args: Arguments) -> None:
         accelerator.load_state(None if args.resume_from_checkpoint == "latest" else args.resume_from_checkpoint)
     accelerator.init_trackers("diffusion", options.given(args))
     output_dir = data.describe(accelerator, train_set)
-    samples, best = diffusion.Samples(train_set, output_dir, args.guidance), model if average is None else average
+    drawn, best = diffusion.Samples(train_set, output_dir, args.guidance), model if average is None else average
 
     model.train()
     batches, grad_norm = iter(train_loader), torch.tensor(torch.nan)
     bar = options.bar("training", args.max_steps, accelerator.is_main_process, progress.step, samples)
     while progress.step < args.max_steps:
         if progress.due(args.eval_steps):
-            values = evaluate(accelerator, best, eval_loader, samples, progress.step)
+            values = evaluate(accelerator, best, eval_loader, drawn, progress.step)
             accelerator.log(progress.judged(values), step=progress.step)
         losses = []
         for _ in range(args.gradient_accumulation_steps):
@@ -127,10 +127,10 @@ def main(args: Arguments) -> None:
         if args.save_steps and progress.step % args.save_steps == 0:
             accelerator.save_state(f"{output_dir}/checkpoint-{progress.step}")
     bar.close()
-    values = evaluate(accelerator, best, eval_loader, samples, progress.step)
+    values = evaluate(accelerator, best, eval_loader, drawn, progress.step)
     accelerator.log(progress.judged(values, last=True), step=progress.step)
     if progress.load_best():
-        accelerator.log(evaluate(accelerator, best, eval_loader, samples, progress.step), step=progress.step)
+        accelerator.log(evaluate(accelerator, best, eval_loader, drawn, progress.step), step=progress.step)
     accelerator.save_model(best, f"{output_dir}/model")
     accelerator.end_training()
 

@@ -160,7 +160,8 @@ class Ranks:
         path = Path(config) if Path(config).suffix else CONFIGS / f"{config}.yml"
         mapping = yaml.safe_load(path.read_text())
         mapping["num_processes"] = processes or mapping["num_processes"]
-        exported = config_module.to_env(mapping) | (env or {})
+        # the recipes' bars are on, as a user has them; those of other packages read the variable when they are imported
+        exported = config_module.to_env(mapping) | {"TQDM_DISABLE": "0"} | (env or {})
         world = mapping["num_processes"] if "LOCAL_RANK" in exported else 1
         port, module = str(free_port()), None if script else recipe(name)
         for name in IMPORTED_ONCE:

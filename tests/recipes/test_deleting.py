@@ -106,7 +106,8 @@ def test_a_recipe_without_its_options_trains(tmp_path, recipe):
     words = ["--max_steps", "1", "--output_dir", str(tmp_path / "run")]
     if recipe in small:
         words += ["--dataset", str(small[recipe](tmp_path)), "--sequence_length", "80"]
-    done = launched(sys.executable, f"recipes/{recipe}.py", *words, cwd=mine, env={"PYTHONPATH": str(ROOT)})
+    env = {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "0"}
+    done = launched(sys.executable, f"recipes/{recipe}.py", *words, cwd=mine, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     made = record(tmp_path / "run")
     assert made["final"]["step"] == 1 and made["args"].keys() <= KEPT
