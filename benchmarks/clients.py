@@ -83,6 +83,15 @@ def by_feature(name, words=""):
     return example("accelerate", f"by_feature/{name}", words) | {"saves": False, "rate": RATE}
 
 
+def no_trainer(path, words):
+    """An example of transformers, from a repository that has all of its examples and is small enough to copy. Those of
+    language models and of summaries name what Accelerate and transformers no longer have."""
+    common = """ --per_device_train_batch_size 4 --max_train_steps 4 --learning_rate 1e-3 --num_warmup_steps 0 --seed 3
+        --checkpointing_steps 2 --output_dir OUT"""
+    path = f"examples/pytorch/{path}_no_trainer.py"
+    return {"repository": "PerforatedAI/PerforatedAI-Transformers", "path": path, "words": (words + common).split()}
+
+
 def diffusion(path, words):
     return example("diffusers", path, DIFFUSION + words)
 
@@ -126,6 +135,19 @@ OTHERS = {
         --validation_file validation.txt --model_name_or_path gpt2 --block_size 32 --max_train_steps 4
         --gradient_accumulation_steps 2 --per_device_train_batch_size 4 --seed 3 --learning_rate 1e-3
         --checkpointing_steps 2 --with_tracking --report_to tensorboard --output_dir OUT"""),
+    "tf_glue": no_trainer("text-classification/run_glue", "--task_name mrpc --model_name_or_path bert-base-cased"),
+    "tf_ner": no_trainer("token-classification/run_ner", """--train_file tags.json --validation_file tags.json
+        --gradient_accumulation_steps 2 --model_name_or_path bert-base-cased"""),
+    "tf_swag": no_trainer("multiple-choice/run_swag", """--train_file endings.json --validation_file endings.json
+        --model_name_or_path bert-base-uncased --gradient_accumulation_steps 2""") | {"still": "classifier.bias"},
+    "tf_qa": no_trainer("question-answering/run_qa", """--train_file answers.json --validation_file answers.json
+        --model_name_or_path bert-base-cased --max_seq_length 32 --doc_stride 8""")
+        | {"still": "encoder.layer.1.output.LayerNorm.bias"},
+    "tf_translation": no_trainer("translation/run_translation", """--train_file texts.json --validation_file texts.json
+        --source_lang en --target_lang ro --model_name_or_path t5-base --max_source_length 24 --max_target_length 12
+        --val_max_target_length 12 --num_beams 2 --gradient_accumulation_steps 2"""),
+    "tf_images": no_trainer("image-classification/run_image_classification", """--dataset_name classes
+        --model_name_or_path small-vit --ignore_mismatched_sizes"""),
 }  # fmt: skip
 
 
@@ -178,7 +200,8 @@ class Metric:
     def compute(self, predictions=(), references=(), **options):
         self.add_batch(predictions, references)
         score, self.equal, self.count = self.equal / max(self.count, 1), 0, 0
-        return {"accuracy": score, "f1": score}
+        parts = [f"overall_{name}" for name in ("precision", "recall", "f1", "accuracy")]
+        return dict.fromkeys(["accuracy", "f1", "score", *parts], score)
 
 
 def load(*names, **options):
@@ -215,12 +238,16 @@ def language_models(folder):
     from transformers import (
         BertConfig,
         BertForSequenceClassification,
+        BertModel,
         GPT2Config,
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
         T5Config,
         T5ForConditionalGeneration,
+        ViTConfig,
+        ViTForImageClassification,
+        ViTImageProcessor,
     )
 
     special = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
@@ -228,6 +255,7 @@ def language_models(folder):
             "num_attention_heads": 2, "max_position_embeddings": 64}  # fmt: skip
     models = {
         "bert-base-cased": BertForSequenceClassification(BertConfig(**size, pad_token_id=0)),
+        "bert-base-uncased": BertModel(BertConfig(**size, pad_token_id=0)),
         "HuggingFaceTB/SmolLM-360M": LlamaForCausalLM(LlamaConfig(**size, **special, tie_word_embeddings=True)),
         "gpt2": GPT2LMHeadModel(
             GPT2Config(vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=2, eos_token_id=3)
@@ -240,6 +268,10 @@ def language_models(folder):
     for name, model in models.items():
         model.save_pretrained(folder / name)
         tokenizer(folder / name)
+    sizes = {name: size[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    vit = ViTConfig(**sizes, num_attention_heads=2, image_size=32, patch_size=8, encoder_stride=8)
+    ViTForImageClassification(vit).save_pretrained(folder / "small-vit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "small-vit")
 
 
 def texts(folder):
@@ -279,11 +311,41 @@ def texts(folder):
         (folder / name / "README.md").write_text(f"---\n{card}\n---\n")
     for split in ("train", "validation"):
         (folder / f"{split}.txt").write_text("\n".join(sentence(dice) for _ in range(200)))
+    of_examples(folder, dice)
     phrases = folder / "temp" / "data" / "FinancialPhraseBank-v1.0"
     phrases.mkdir(parents=True)
     for split, count in (("train", 64), ("val", 16)):
         rows = [json.dumps({"sentence": sentence(dice), "label": dice.choice(WORDS)}) for _ in range(count)]
         (phrases / f"financial_phrase_bank_{split}.jsonl").write_text("\n".join(rows))
+
+
+def of_examples(folder, dice):
+    """Files for examples of transformers: words with tags, endings, questions, texts and their translation."""
+
+    def question(i):
+        words = sentence(dice)
+        said = {"text": [words.split()[1]], "answer_start": [len(words.split()[0]) + 1]}
+        return {"id": str(i), "title": "", "context": words, "question": sentence(dice), "answers": said}
+
+    def ending(i):
+        return {f"ending{at}": sentence(dice) for at in range(4)} | {"label": int(i % 4 > 0)}
+
+    def tags():
+        words = sentence(dice).split()
+        return {"tokens": words, "ner_tags": ["B-X" if len(word) > 3 else "O" for word in words]}
+
+    def text():
+        whole = sentence(dice)
+        return {"translation": {"en": whole, "ro": whole[::-1]}}
+
+    rows = {
+        "tags": [tags() for _ in range(64)],
+        "endings": [{"sent1": sentence(dice), "sent2": "the"} | ending(i) for i in range(64)],
+        "texts": [text() for _ in range(64)],
+    }
+    for name, each in rows.items():
+        (folder / f"{name}.json").write_text("\n".join(map(json.dumps, each)))
+    (folder / "answers.json").write_text(json.dumps({"data": [question(i) for i in range(64)]}))
 
 
 def images(folder):
@@ -292,6 +354,11 @@ def images(folder):
     from sklearn.datasets import load_digits
 
     digits = load_digits()
+    for i in range(64):
+        picture = Image.fromarray((digits.images[i] * 15).astype("uint8")).resize((32, 32)).convert("RGB")
+        place = folder / "classes" / "train" / str(digits.target[i])
+        place.mkdir(parents=True, exist_ok=True)
+        picture.save(place / f"{i}.png")
     for name in ("digits", "pairs", "instances"):
         rows = []
         (folder / name / "train").mkdir(parents=True)
@@ -542,7 +609,8 @@ def reference_of(client, processes):
 def learned(client, processes, folder, checkouts):
     """({name: value} at the start, {name: how far} in fp32 on as many processes, where an epoch has as many steps). A
     tensor whose elements move less than NOISE of the others' is moved by rounding alone: the bias of an attention's
-    keys, say, whose gradient is zero."""
+    keys, say, whose gradient is zero. Adam may move such a one as far as others: `still` names it, a bias that adds the
+    same to all that a softmax compares."""
     of_many = reference_of(client, 2)
     both, end = [], {1: ("single_fp32", "ours"), 2: (of_many, "ours"), 4: (of_many, "ours4")}[processes]
     for config, which in (("single_fp32", "stay"), end):
@@ -555,7 +623,8 @@ def learned(client, processes, folder, checkouts):
     far = {name: (end[name] - start[name]).norm().item() for name in names}
     each = {name: far[name] / start[name].numel() ** 0.5 for name in names if far[name]}
     noise = NOISE * statistics.median(each.values()) if each else 0
-    return start, {name: far[name] for name, distance in each.items() if distance > noise}
+    still = OTHERS.get(client, {}).get("still")
+    return start, {name: far[name] for name, by in each.items() if by > noise and not (still and name.endswith(still))}
 
 
 def moved(client, processes, folder, checkouts, out):

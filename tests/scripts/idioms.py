@@ -47,11 +47,24 @@ def one_step(accelerator, model, optimizer, step):
     optimizer.step()
 
 
+def steps(accelerator, model, optimizer, loss=loss_of, before=None, between=None, after=None):
+    """STEPS steps. before, between the gradients and their update, after: functions of the number of a step."""
+    for step in range(STEPS):
+        if before:
+            before(step)
+        optimizer.zero_grad()
+        accelerator.backward(loss(accelerator, model, step))
+        if between:
+            between(step)
+        optimizer.step()
+        if after:
+            after(step)
+    return model
+
+
 def plain(accelerator):
     model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        one_step(accelerator, model, optimizer, step)
-    return model
+    return steps(accelerator, model, optimizer)
 
 
 def wgan(accelerator):
@@ -108,16 +121,14 @@ def sharpness_aware(accelerator):
 
 
 def gradient_penalty(accelerator):
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
+    def loss(accelerator, model, step):
         inputs, targets = batch(accelerator, step)
         inputs.requires_grad_()
         out = model(inputs)
         [slope] = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-        optimizer.zero_grad()
-        accelerator.backward(F.mse_loss(out, targets) + slope.square().sum(1).mean())
-        optimizer.step()
-    return model
+        return F.mse_loss(out, targets) + slope.square().sum(1).mean()
+
+    return steps(accelerator, *start(accelerator), loss)
 
 
 def lbfgs(accelerator):
@@ -196,24 +207,16 @@ def scheduler_first(accelerator):
     model = network()
     optimizer = adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(accelerator, model, step))
-        scheduler.step()
-        optimizer.step()
-    return model
+    return steps(accelerator, *accelerator.prepare(model, optimizer), between=lambda step: scheduler.step())
 
 
 def sum_of_losses(accelerator):
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+    def loss(accelerator, model, step):
         inputs, targets = batch(accelerator, step)
         out = model(inputs)
-        accelerator.backward(sum([F.mse_loss(out, targets), 0.1 * out.square().mean(), F.l1_loss(out, targets)]))
-        optimizer.step()
-    return model
+        return sum([F.mse_loss(out, targets), 0.1 * out.square().mean(), F.l1_loss(out, targets)])
+
+    return steps(accelerator, *start(accelerator), loss)
 
 
 def loss_itself(accelerator):
@@ -227,13 +230,12 @@ def loss_itself(accelerator):
 
 def model_twice(accelerator):
     """Two forward passes, then one backward pass, as of contrastive losses."""
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
+
+    def loss(accelerator, model, step):
         inputs, targets = batch(accelerator, step)
-        optimizer.zero_grad()
-        accelerator.backward((model(inputs) - model(targets)).square().mean())
-        optimizer.step()
-    return model
+        return (model(inputs) - model(targets)).square().mean()
+
+    return steps(accelerator, *start(accelerator), loss)
 
 
 def frozen_norm(accelerator):
@@ -270,9 +272,7 @@ def tied_later(accelerator):
     model, optimizer = start(accelerator, model=Tied())
     inner = accelerator.unwrap_model(model)
     inner.second.weight = inner.first.weight
-    for step in range(STEPS):
-        one_step(accelerator, model, optimizer, step)
-    return model
+    return steps(accelerator, model, optimizer)
 
 
 def unused_layer(accelerator):
@@ -301,11 +301,12 @@ def best_again(accelerator):
 
 def rate_by_hand(accelerator):
     model, optimizer = start(accelerator)
-    for step in range(STEPS):
+
+    def slower(step):
         for group in optimizer.param_groups:
             group["lr"] = LR / (step + 1)
-        one_step(accelerator, model, optimizer, step)
-    return model
+
+    return steps(accelerator, model, optimizer, before=slower)
 
 
 def thawed_by_a_group(accelerator):
@@ -327,11 +328,7 @@ def thawed_by_a_group(accelerator):
 
 def cleared_state(accelerator):
     model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        if step == 2:
-            optimizer.state.clear()
-        one_step(accelerator, model, optimizer, step)
-    return model
+    return steps(accelerator, model, optimizer, before=lambda step: optimizer.state.clear() if step == 2 else None)
 
 
 def earlier_state(accelerator):
@@ -358,25 +355,18 @@ def accumulation_by_hand(accelerator):
 
 def decay_by_hand(accelerator):
     model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        one_step(accelerator, model, optimizer, step)
-        for parameter in model.parameters():
-            parameter.data.mul_(0.9)
-    return model
+    return steps(accelerator, model, optimizer, after=lambda step: [p.data.mul_(0.9) for p in model.parameters()])
 
 
 def gradients_by_hand(accelerator):
     """Between backward and step: scaled, and one set to zero."""
     model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(accelerator, model, step))
+
+    def change(step):
         for name, parameter in model.named_parameters():
-            parameter.grad.mul_(0.5)
-            if name.endswith("2.weight"):
-                parameter.grad.zero_()
-        optimizer.step()
-    return model
+            parameter.grad.mul_(0.0 if name.endswith("2.weight") else 0.5)
+
+    return steps(accelerator, model, optimizer, between=change)
 
 
 def new_layer_values(accelerator):
@@ -417,14 +407,13 @@ def skipped_batches(accelerator):
 def without_an_optimizer(accelerator):
     """The update is the script's own. The optimizer steps once, with a rate of 0."""
     model, optimizer = start(accelerator, lambda parameters: adam(parameters, 0.0))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(accelerator, model, step))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.05 * parameter.grad
-        optimizer.step()
-    return model
+
+    @torch.no_grad()
+    def update(step):
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+
+    return steps(accelerator, model, optimizer, between=update)
 
 
 def lookahead(accelerator):
@@ -446,9 +435,7 @@ def rate_of_a_layer(accelerator):
     model = network()
     groups = [{"params": model[0].parameters(), "lr": LR / 10}, {"params": model[2:].parameters()}]
     model, optimizer = accelerator.prepare(model, adam(groups))
-    for step in range(STEPS):
-        one_step(accelerator, model, optimizer, step)
-    return model
+    return steps(accelerator, model, optimizer)
 
 
 def hook_on_a_gradient(accelerator):
@@ -456,9 +443,7 @@ def hook_on_a_gradient(accelerator):
     model = network()
     model[2].weight.register_hook(lambda gradient: gradient * 0.5)
     model, optimizer = start(accelerator, model=model)
-    for step in range(STEPS):
-        one_step(accelerator, model, optimizer, step)
-    return model
+    return steps(accelerator, model, optimizer)
 
 
 def swapped_for_evaluation(accelerator):
@@ -481,14 +466,13 @@ def swapped_for_evaluation(accelerator):
 def clipping_by_hand(accelerator):
     """The norm of all gradients is a number of Python's."""
     model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(accelerator, model, step))
+
+    def clip(step):
         norm = sum(parameter.grad.norm().item() ** 2 for parameter in model.parameters()) ** 0.5
         for parameter in model.parameters():
             parameter.grad.mul_(min(1.0, 0.1 / norm))
-        optimizer.step()
-    return model
+
+    return steps(accelerator, model, optimizer, between=clip)
 
 
 IDIOMS = {
@@ -498,5 +482,5 @@ IDIOMS = {
     and getattr(function, "__code__", None)
     and function.__code__.co_varnames[:1] == ("accelerator",)
     and function.__code__.co_argcount - len(function.__defaults__ or ()) == 1
-    and name not in ("batch", "start")
+    and name not in ("batch", "start", "steps")
 }
