@@ -86,10 +86,10 @@ def by_feature(name, words=""):
 def no_trainer(path, words):
     """An example of transformers, from a repository that has all of its examples and is small enough to copy. Those of
     language models and of summaries name what Accelerate and transformers no longer have."""
-    common = """ --per_device_train_batch_size 4 --max_train_steps 4 --learning_rate 1e-3 --num_warmup_steps 0 --seed 3
-        --checkpointing_steps 2 --output_dir OUT"""
+    common = """--per_device_train_batch_size 4 --max_train_steps 4 --learning_rate 1e-3 --num_warmup_steps 0 --seed 3
+        --checkpointing_steps 2 --output_dir OUT """
     path = f"examples/pytorch/{path}_no_trainer.py"
-    return {"repository": "PerforatedAI/PerforatedAI-Transformers", "path": path, "words": (words + common).split()}
+    return {"repository": "PerforatedAI/PerforatedAI-Transformers", "path": path, "words": (common + words).split()}
 
 
 def diffusion(path, words):
@@ -139,13 +139,13 @@ OTHERS = {
     "tf_ner": no_trainer("token-classification/run_ner", """--train_file tags.json --validation_file tags.json
         --gradient_accumulation_steps 2 --model_name_or_path bert-base-cased"""),
     "tf_swag": no_trainer("multiple-choice/run_swag", """--train_file endings.json --validation_file endings.json
-        --model_name_or_path bert-base-uncased --gradient_accumulation_steps 2""") | {"still": "classifier.bias"},
+        --model_name_or_path bert-base-uncased --gradient_accumulation_steps 2""") | {"still": ("classifier.bias",)},
     "tf_qa": no_trainer("question-answering/run_qa", """--train_file answers.json --validation_file answers.json
         --model_name_or_path bert-base-cased --max_seq_length 32 --doc_stride 8""")
-        | {"still": "encoder.layer.1.output.LayerNorm.bias"},
+        | {"still": ("encoder.layer.1.output.LayerNorm.bias", "qa_outputs.bias")},
     "tf_translation": no_trainer("translation/run_translation", """--train_file texts.json --validation_file texts.json
         --source_lang en --target_lang ro --model_name_or_path t5-base --max_source_length 24 --max_target_length 12
-        --val_max_target_length 12 --num_beams 2 --gradient_accumulation_steps 2"""),
+        --val_max_target_length 12 --num_beams 2 --gradient_accumulation_steps 2 --learning_rate 1e-2"""),
     "tf_images": no_trainer("image-classification/run_image_classification", """--dataset_name classes
         --model_name_or_path small-vit --ignore_mismatched_sizes"""),
 }  # fmt: skip
@@ -609,8 +609,8 @@ def reference_of(client, processes):
 def learned(client, processes, folder, checkouts):
     """({name: value} at the start, {name: how far} in fp32 on as many processes, where an epoch has as many steps). A
     tensor whose elements move less than NOISE of the others' is moved by rounding alone: the bias of an attention's
-    keys, say, whose gradient is zero. Adam may move such a one as far as others: `still` names it, a bias that adds the
-    same to all that a softmax compares."""
+    keys, say, whose gradient is zero. Adam may move such a one as far as others: `still` names those, which
+    add the same to all that a softmax compares."""
     of_many = reference_of(client, 2)
     both, end = [], {1: ("single_fp32", "ours"), 2: (of_many, "ours"), 4: (of_many, "ours4")}[processes]
     for config, which in (("single_fp32", "stay"), end):
@@ -623,8 +623,8 @@ def learned(client, processes, folder, checkouts):
     far = {name: (end[name] - start[name]).norm().item() for name in names}
     each = {name: far[name] / start[name].numel() ** 0.5 for name in names if far[name]}
     noise = NOISE * statistics.median(each.values()) if each else 0
-    still = OTHERS.get(client, {}).get("still")
-    return start, {name: far[name] for name, by in each.items() if by > noise and not (still and name.endswith(still))}
+    still = OTHERS.get(client, {}).get("still", ())
+    return start, {name: far[name] for name, by in each.items() if by > noise and not name.endswith(still)}
 
 
 def moved(client, processes, folder, checkouts, out):
