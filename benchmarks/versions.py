@@ -101,18 +101,15 @@ def main():
             python = install(Path(folder) / f"environment-{args.sets.index(which)}", which)
             row = {"versions": json.loads(subprocess.check_output([python, "-c", LOOK], text=True)), "configs": {}}
             print(which, row["versions"], flush=True)
+            row["configs"], found["sets"][which] = found["sets"].get(which, row)["configs"], row
             for name in configs:
                 if name not in pinned:
                     pinned[name] = train(sys.executable, name)
-                value = furthest(train(python, name), pinned[name])
-                row["configs"][name] = value
+                row["configs"][name] = value = furthest(train(python, name), pinned[name])
                 failed += [name] * (isinstance(value, str) or value > 0)
                 print(f"{name:32}", value, flush=True)
-            before = found["sets"].get(which, {"configs": {}})
-            row["configs"] = before["configs"] | row["configs"]
-            found["sets"][which] = row
-            if not args.ci:
-                keep()
+                if not args.ci:
+                    keep()
     if args.ci and failed:
         sys.exit(f"trains otherwise than with the pinned versions, or not at all: {', '.join(failed)}")
 
