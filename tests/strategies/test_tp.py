@@ -16,6 +16,7 @@ import torch
 import yaml
 from conftest import CONFIGS, Ranks, distance, launched, metrics, record, train, weights
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
 from faithful import Refused
@@ -272,7 +273,7 @@ def test_its_fp8_trains_as_one_process_s_and_resumes(tmp_path):
 
 def in_fp8(folder, level):
     """Writes the largest relative distance of a split FP8 layer's output and gradients to a whole one's, with amaxes of
-    whole tensors, and with those of each process's part."""
+    whole tensors, and with those of each process's part. Of four processes two shard each part."""
     import torch.distributed as dist
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_utils
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -280,7 +281,7 @@ def in_fp8(folder, level):
     from faithful.backends import torchao
 
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (2,))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(level), emulate=True)
 
     def computed(style):
@@ -290,7 +291,9 @@ def in_fp8(folder, level):
         convert_to_float8_training(model, config=config)
         torchao.complete(model)
         if style:
-            apply_tensor_parallelism(model, mesh, dict.fromkeys(("0", "0.weight", "0.bias"), style))
+            apply_tensor_parallelism(model, mesh["tp"], dict.fromkeys(("0", "0.weight", "0.bias"), style))
+        if style and mesh["dp_shard"].size() > 1:
+            fully_shard(model, mesh=mesh["dp_shard"])
         out = model(x.requires_grad_())
         out.backward(gradient)
         return [out.detach(), x.grad, *(base.whole_tensor(parameter.grad) for parameter in model.parameters())]
@@ -304,19 +307,20 @@ def in_fp8(folder, level):
     def of_part(x, *args, **kwargs):
         if not isinstance(x, tp.DTensor):
             return of_tensor(x, *args, **kwargs)
-        return tp.DTensor.from_local(of_tensor(x.to_local(), *args, **kwargs), mesh, [Replicate()])
+        return tp.DTensor.from_local(of_tensor(x.to_local(), *args, **kwargs), mesh["tp"], [Replicate()])
 
     float8_utils.tensor_to_amax = of_part
     of_parts = furthest() if level == "tensorwise" else None
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps([found, of_parts]))
 
 
+@pytest.mark.parametrize("config", ["tp_fp8", "fsdp_tp_fp8"])
 @pytest.mark.parametrize("level", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_its_fp8_is_that_of_whole_layers(tmp_path, level):
+def test_its_fp8_is_that_of_whole_layers(tmp_path, config, level):
     """A split operand is rounded with the amax over all processes, so that its FP8 values are those of the whole one.
     What differs is the order of fp32 sums."""
-    ranks = Ranks("tp_fp8", ["--output_dir", str(tmp_path / "run")], script=lambda: in_fp8(tmp_path, level))
-    assert ranks.wait() == [0, 0], ranks.text()
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=lambda: in_fp8(tmp_path, level))
+    assert {*ranks.wait()} == {0}, ranks.text()
     for rank in range(2):
         away, of_parts = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert away < 1e-5
