@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -349,7 +350,7 @@ def test_the_finished_model_is_transformers_own_and_plain(whole):
     assert (whole[0] / "sample.txt").read_text().startswith("The ")
 
 
-def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
+def test_models_that_cannot_be_split_are_refused_by_name(tmp_path, monkeypatch):
     with torch.device("meta"):
         gpt2, llama = lm.gpt("gpt_nano", 272, 32), lm.gpt("llama_nano", 272, 32)
         vit, small = vision.vit("vit_nano", 8, 1, 10), lm.gpt("llama_small", 272, 32)
@@ -365,6 +366,12 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
     llama.tp_plan = llama.tp_plan | {"model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
     with pytest.raises(Refused, match="is split by replicated_with_grad_allreduce, which is not tested here"):
         tp.check(llama, 2)
+    llama.model.layers[0].self_attn.q_proj.base_layer = torch.nn.Linear(2, 2)  # as peft has it
+    with pytest.raises(Refused, match="LlamaForCausalLM has adapters"):
+        tp.check(llama, 2)
+    monkeypatch.setattr("transformers.distributed.tensor_parallel.apply_tensor_parallelism", lambda *_: None)
+    with pytest.raises(Refused, match="names none of its layers"):
+        tp.split(small, torch.optim.SGD(small.parameters()), SimpleNamespace(size=lambda: 3), torch.device("cpu"))
 
     def other_seeds(rank):
         module = sys.modules["gpt"]
