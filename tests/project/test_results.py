@@ -247,6 +247,8 @@ def test_every_config_trains_and_resumes_with_each_number_of_processes_or_is_ref
     trained = [row for row in cells.values() if row["outcome"] == "trains"]
     assert all(row["resumed"] and row["furthest"] <= row["bound"] for row in trained) and len(trained) > 150
     # a wrong training is off by more than all configs of 16 bit and more may be
+    ulysses, zero3 = cells["zero3_sp_bf16", 2], cells["zero3_bf16", 2]
+    assert ulysses["sent"] > zero3["sent"] and ulysses["bytes"] == zero3["bytes"], "it exchanges heads, too"
     exact = [row["bound"] for row in trained if "fp8" not in row["config"]]
     assert max(exact) < 0.008 < min(found["mistakes"].values())
 
