@@ -153,12 +153,10 @@ def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", devi
 def check(model: Any, size: int) -> None:
     """Raises Refused if `model` cannot be split over `size` processes."""
     name, plan = type(model).__name__, getattr(model, "tp_plan", None)
-    if not plan:
-        raise Refused(f"{name} has no plan for tensor parallel: use recipes/gpt.py with llama_nano, or fsdp_bf16")
-    if any(hasattr(module, "base_layer") for module in model.modules()):
+    adapters = " of adapters (peft)" if any(hasattr(module, "base_layer") for module in model.modules()) else ""
+    if not plan or adapters:
         raise Refused(
-            f"{name} has adapters (peft, LoRA), and a plan for tensor parallel splits layers alone: use fsdp_bf16, "
-            "zero3_bf16 or zero3_sp_bf16"
+            f"{name} has no plan for tensor parallel{adapters}: use recipes/gpt.py with llama_nano, or fsdp_bf16"
         )
     if unknown := sorted(set(plan.values()) - KNOWN):
         raise Refused(f"{name} is split by {', '.join(unknown)}, which is not tested here: use fsdp_bf16")

@@ -185,7 +185,7 @@ LINES = {
     "faithful/models": 950,  # meta_init.py, from loading/, which is gone
     "faithful/saving": 1050,  # puts whole weights together for every strategy
     "faithful/scripts": 150,  # a Trainer's resume under tp
-    "faithful/strategies": 3200,  # deepspeed/sequence.py: slices of sequences
+    "faithful/strategies": 3250,  # deepspeed/sequence.py: a model's own loss over slices
     "faithful/tensors": 300,
     "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4900,  # a weight that is plain again is refused in one line

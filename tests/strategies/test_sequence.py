@@ -197,8 +197,8 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": torch.where(torch.arange(30) < 3 * (at % 5), -100, ids)}
 
 
-def as_accelerate_s_example(folder):
-    """A script as Accelerate's sp-alst.py and transformers' Trainer have it."""
+def as_accelerate_s_example(folder, plain):
+    """A script as Accelerate's sp-alst.py and transformers' Trainer have it. plain: one that knows nothing of slices."""
     accelerator = Accelerator()
     model = llama().float()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -208,8 +208,9 @@ def as_accelerate_s_example(folder):
         assert len(batch["input_ids"][0]) == 30 // size
         labels = batch["labels"] if size == 1 else batch["shift_labels"]
         shifted = {"shift_labels": labels} if size > 1 else {}
-        loss = model(input_ids=batch["input_ids"], labels=labels, **shifted).loss
-        if size > 1:
+        how = batch if plain else {"input_ids": batch["input_ids"], "labels": labels, **shifted}
+        loss = model(**how).loss
+        if size > 1 and not plain:
             from deepspeed.utils import groups
 
             assert "labels" not in batch, "Accelerate's loader has taken them out"
@@ -218,7 +219,7 @@ def as_accelerate_s_example(folder):
             good = torch.distributed.nn.functional.all_gather((labels != -100).sum(), **of_group)
             loss = sum(a * n for a, n in zip(each, good, strict=True) if n > 0) / sum(good)
         accelerator.backward(loss)
-        losses.append(loss.item())
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
         optimizer.step()
         optimizer.zero_grad()
     assert len(losses) == len(loader) == 6
@@ -226,10 +227,11 @@ def as_accelerate_s_example(folder):
     (folder / "losses.json").write_text(json.dumps(losses))
 
 
-def test_the_loss_of_accelerate_s_example_trains_as_one_process(tmp_path):
-    """Which gathers the losses of a group; labels are weighed by their number."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_loss_of_accelerate_s_example_trains_as_one_process(tmp_path, plain):
+    """Which gathers the losses of a group; labels are weighed by their number. So they are in a model's own loss."""
     for name, path in (("one", "single_fp32"), ("two", config(tmp_path))):
-        train(path, tmp_path / name, script=functools.partial(as_accelerate_s_example, tmp_path / name),
+        train(path, tmp_path / name, script=functools.partial(as_accelerate_s_example, tmp_path / name, plain),
               env={"FAITHFUL_PROJECT_DIR": str(tmp_path / name)})  # fmt: skip
     one, two = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and distance(tmp_path / "one", tmp_path / "two") < 1e-5
@@ -281,6 +283,7 @@ def refused_ones():
     refuses(lambda: model(ids[:, :-1]))
     refuses(lambda: model(ids, position_ids=torch.arange(15).expand(2, -1)))
     refuses(lambda: model(ids, attention_mask=torch.ones(2, 1, 15, 15, dtype=torch.bool)))
+    refuses(lambda: model(ids, labels=ids))
     refuses(lambda: accelerator.gather_for_metrics(ids))
     model.eval()
     refuses(lambda: model(ids))
@@ -291,10 +294,19 @@ def refused_ones():
     accelerator.print("\n".join(said))
 
 
+def asks_for_labels():
+    accelerator = Accelerator()
+    model = llama().float()
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5), DataLoader(Rows(), 2))
+    next(iter(loader))["labels"]
+
+
 def test_what_a_slice_cannot_stand_for_is_refused(tmp_path):
+    train(config(tmp_path), tmp_path / "labels", script=asks_for_labels, code=2)
+    assert "refused: under zero3_sp a batch has labels that are the tokens" in (tmp_path / "labels.log").read_text()
     train(config(tmp_path), tmp_path / "run", script=refused_ones)
     text = (tmp_path / "run.log").read_text()
-    for words in ("computes its input_ids, position_ids or attention_mask", "mask is not what the positions say",
+    for words in ("computes its input_ids, position_ids or attention_mask", "mask is not what the positions say", "would shift labels within its slice",
                   "gather_for_metrics while the model trains", "batches are slices in model.train(), and whole in"):  # fmt: skip
         assert words in text
 

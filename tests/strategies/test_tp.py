@@ -367,7 +367,7 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path, monkeypatch):
     with pytest.raises(Refused, match="is split by replicated_with_grad_allreduce, which is not tested here"):
         tp.check(llama, 2)
     llama.model.layers[0].self_attn.q_proj.base_layer = torch.nn.Linear(2, 2)  # as peft has it
-    with pytest.raises(Refused, match="LlamaForCausalLM has adapters"):
+    with pytest.raises(Refused, match="LlamaForCausalLM has no plan for tensor parallel of adapters"):
         tp.check(llama, 2)
     monkeypatch.setattr("transformers.distributed.tensor_parallel.apply_tensor_parallelism", lambda *_: None)
     with pytest.raises(Refused, match="names none of its layers"):
