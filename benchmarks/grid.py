@@ -18,8 +18,7 @@ losses    of the steps, with their gradient norms
 furthest  the largest relative difference of one of these to the reference's; bound: what it may be
 resumed   whether losses, weights and checkpoint of step 6 are those of the run that did not stop, bit for bit
 spread    of a reference: what another order of sums makes
-bytes     of weights, gradients and optimizer state per parameter, over all processes
-sent      bytes that process 0 sends in an optimizer step, by ring algorithms; null: not counted, as it is compiled
+bytes     per parameter; sent: those that process 0 sends in an optimizer step, null if it is compiled
 """
 
 import fnmatch

@@ -7,7 +7,7 @@ import torch
 import yaml
 from conftest import CONFIGS, distance, edited, launched, record, train, weights
 from safetensors.torch import load_file
-from test_tp import FP64, STEPS, assert_same_training, in_float64, losses_and_norms, same_when_resumed
+from test_tp import FP64, STEPS, assert_estimated, assert_same_training, in_float64, losses_and_norms, same_when_resumed
 
 from faithful import Accelerator
 from faithful.strategies.tp import DTensor, Scaler
@@ -48,6 +48,7 @@ def test_what_each_process_holds_and_that_it_resumes(tmp_path):
         dict.fromkeys(("weight", "gradient", "optimizer"), share), abs=1e-4
     )
     assert "gpt | fsdp_tp x4 gloo, sharded by LlamaDecoderLayer | bf16 compute" in (tmp_path / "run.log").read_text()
+    assert_estimated("fsdp_tp_bf16", run)
     one = train("single_bf16", tmp_path / "one", *STEPS, "--save_steps", 0, name="gpt")
     assert losses_and_norms(run) == pytest.approx(losses_and_norms(one), rel=1e-2)
     same_when_resumed("fsdp_tp_bf16", run, tmp_path / "again", *HALF)

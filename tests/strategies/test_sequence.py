@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import yaml
 from conftest import CONFIGS, distance, metrics, record, train, weights
 from safetensors.torch import load_file
-from test_tp import STEPS, in_float64, losses_and_norms, same_when_resumed
+from test_tp import STEPS, assert_estimated, in_float64, losses_and_norms, same_when_resumed
 from torch.utils.data import DataLoader
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -173,6 +173,8 @@ def test_in_fewer_bits_it_trains_as_zero3_and_resumes(tmp_path, precision, most)
     exchanged = 4 * 2 * (128 + 64 + 64 + 128) * 4 * 32 * 2 / 2
     assert made["wire_bytes_per_step"] - theirs["wire_bytes_per_step"] == pytest.approx(exchanged, rel=0.02)
     same_when_resumed(path, run, tmp_path / "again", *scaler)
+    if path == "zero3_sp_fp8":
+        assert_estimated(path, run)
 
 
 def test_groups_of_two_among_four_train_on_batches_of_their_own(tmp_path):

@@ -406,15 +406,21 @@ def test_torch_s_kernels_for_many_tensors_take_no_mixture():
         dist.destroy_process_group()
 
 
-def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
-    def estimated(*words):
-        return launched(sys.executable, "tools/estimate.py", "--memory", "8GB", *words)
+def estimated(*words):
+    return launched(sys.executable, "tools/estimate.py", "--memory", "8GB", *words)
 
-    done = estimated("--json", "tp_bf16", "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
-    guess, evidence = json.loads(done.stdout)["configs"]["tp_bf16"], record(whole[0])["evidence"]
+
+def assert_estimated(config, run):
+    """The state that a process holds."""
+    done = estimated("--json", config, "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
+    guess, made = json.loads(done.stdout)["configs"][config], record(run)
     for ours, theirs in {"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"}.items():
-        counted = evidence["bytes_per_parameter"][theirs] * evidence["parameters"] / 2
-        assert guess[ours] == pytest.approx(counted, rel=0.01), ours
+        counted = made["evidence"]["bytes_per_parameter"][theirs] * made["evidence"]["parameters"]
+        assert guess[ours] == pytest.approx(counted / made["plan"]["num_processes"], rel=0.01), ours
+
+
+def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
+    assert_estimated("tp_bf16", whole[0])
     done = estimated("tp_bf16", "--", "vit")
     assert done.returncode == 1 and "tp_bf16: VisionTransformer has no plan for tensor parallel" in done.stdout
     done = estimated("--num_processes", "8", "tp_bf16", "--", "vit")
