@@ -18,6 +18,7 @@ losses    of the steps, with their gradient norms
 furthest  the largest relative difference of one of these to the reference's; bound: what it may be
 resumed   whether losses, weights and checkpoint of step 6 are those of the run that did not stop, bit for bit
 spread    of a reference: what another order of sums makes
+bytes     per parameter; sent: those that process 0 sends in an optimizer step, null if it is compiled
 """
 
 import fnmatch
@@ -31,7 +32,7 @@ from harness import ROOT, arguments, command, furthest, made, save
 
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
 import reports  # noqa: E402
-from conftest import CONFIGS, Ranks, metrics  # noqa: E402  forks ranks from a process that has imported torch
+from conftest import CONFIGS, Ranks, metrics, record  # noqa: E402  forks ranks from a process that has imported torch
 
 from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import read_env, to_env  # noqa: E402
@@ -96,7 +97,8 @@ def cell(config, processes):
         found = run(config, processes, whole)
         if isinstance(found, tuple):
             return row | dict(zip(("outcome", "line"), found, strict=True))
-        row["losses"] = list(found.values())
+        row["losses"], evidence = list(found.values()), record(whole)["evidence"]
+        row |= {"bytes": evidence["bytes_per_parameter"]["total"], "sent": evidence["wire_bytes_per_step"]}
         again = run(config, processes, part, "--resume_from_checkpoint", whole / f"checkpoint-{STEPS // 2}")
         if isinstance(again, tuple):
             return row | {"outcome": "failed", "resumed": False, "line": f"resumed: {again[1]}"}

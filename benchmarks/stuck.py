@@ -68,8 +68,9 @@ LLAMA = """
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
 model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
-ids = torch.arange(32, device=accelerator.device).view(1, 32)
-loss = lambda model: model(input_ids=ids, labels=ids).loss
+row = dict.fromkeys(("input_ids", "labels"), torch.arange(32))
+batches = iter(accelerator.prepare(torch.utils.data.DataLoader([row] * 10**6)))
+loss = lambda model: model(**next(batches)).loss
 """
 
 

@@ -19,10 +19,11 @@ by rule; N processes share the state, P is the number of parameters, Adam's mome
   single          4 P             4 P             -               8 P           -
   ddp             4 P             4 P             -               8 P           4 P, its buckets
   fsdp, hsdp      4 P/N           4 P/N           -               8 P/N         gathered blocks, gradients on their way
-  tp              4 P/N           4 P/N           -               8 P/N         its activations are counted whole
+  tp, fsdp_tp     4 P/N           4 P/N           -               8 P/N         its activations are counted whole
   zero1           2 P (fp32 4 P)  2 P/N (4 P/N)   4 P/N           8 P/N         its buckets
   zero2           2 P (4 P)       4 P/N           4 P/N           8 P/N         its buckets
   zero3           2 P/N (4 P/N)   4 P/N           4 P/N           8 P/N         2 P gathered, its buckets
+  zero3_sp        as zero3: its activations are counted whole, though each process has those of a slice
   msamp o1 | o2   2 P             1 P             -               8 P | 3 P     of converted weights; the rest as above
   msamp o3        1 P             1 P/N           2 P/N           3 P/N
   ..., fsdp       2 P/N           1 P/N           -               8 or 3 P/N    blocks gathered in FP8, a bucket

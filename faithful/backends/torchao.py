@@ -42,7 +42,8 @@ class TorchAO(Backend):
 
     def __init__(self, plan: "Plan") -> None:
         super().__init__(plan)
-        self.by_accelerate = isinstance(STRATEGIES[plan.strategy], FSDPRules) and plan.level not in MX
+        of_fsdp = isinstance(STRATEGIES[plan.strategy], FSDPRules)
+        self.by_accelerate = of_fsdp and plan.level not in MX and plan.tp_size == 1
         self.handlers: list[AORecipeKwargs] = []  # Accelerate's, which it converts by
         self.gathered_in_fp8 = plan.fp8_options.get("enable_fsdp_float8_all_gather", False)
 

@@ -51,7 +51,8 @@ RANKS = {"alone": bool, "plan": PLAN}
 STEPS = {key: readers.count() for key in ("taken", "tried", "micro")}
 LOADER = {"running": bool, "epoch": readers.count(0, 1 << 40), "same_workers?": bool}
 WHOLE = AGE | RANKS | {
-    "steps": STEPS, "models": readers.count(0, MOST), "scaler": (None, {str: readers.number}),
+    "steps": STEPS, "models": readers.count(0, MOST),
+    "scaler": (None, {str: lambda value: type(value) is bool or readers.number(value)}),  # DeepSpeed's has flags
     "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)}, "tp?": readers.count(1, MOST),
     "groups": list, "optimizers": list, "schedulers": list, "registered": list, "moments": [{str: str}],
     "loaders": [LOADER],

@@ -75,7 +75,7 @@ class TorchAORules(BackendRules):
             return {"scale_calculation_mode": text(env, "fp8_scale_calculation_mode", MX_SCALES[0])}, []
         gathers, notes = flag(env, "fp8_enable_fsdp_float8_all_gather", True), []
         if gathers and not sharded:
-            notes = ["enable_fsdp_float8_all_gather (Accelerate's default) is off outside FSDP2, which alone gathers"]
+            notes = ["enable_fsdp_float8_all_gather (Accelerate's default) is off: only FSDP2 without tp gathers so"]
         pads = flag(env, "fp8_pad_inner_dim", True)
         return {"enable_fsdp_float8_all_gather": gathers and sharded, "pad_inner_dim": pads}, notes
 

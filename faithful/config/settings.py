@@ -30,9 +30,9 @@ def read_env(env: Mapping[str, str]) -> Settings:
     world = keys.whole(env, "num_processes", 1)
     local = whole_number(env, "LOCAL_WORLD_SIZE", world)
     precision = of_deepspeed.precision or keys.text(env, "mixed_precision", "no")
-    of_fp8 = fp8.parse(env, precision, bool(of_fsdp.version) and not of_fsdp.replicates)
+    of_fp8 = fp8.parse(env, precision, bool(of_fsdp.version) and not of_fsdp.replicates and sizes.tp == 1)
     if of_deepspeed.stage is not None:
-        if of_fp8.backend == "msamp" and of_fp8.level and not of_deepspeed.replicates:
+        if of_fp8.backend == "msamp" and of_fp8.level and not of_deepspeed.replicates and sizes.sp == 1:
             of_deepspeed = of_deepspeed.with_level(of_fp8.level)
         strategy = of_deepspeed.runs_as or ("zero3_sp" if sizes.sp > 1 else f"zero{of_deepspeed.stage}")
         if strategy == "fsdp":

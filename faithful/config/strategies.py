@@ -143,8 +143,17 @@ class StrategyRules:
     def no_context_parallel(self, settings: Settings) -> str:
         why = "ring attention (cp) has CUDA kernels alone" if settings.mesh.cp > 1 else "Ulysses (sp) is DeepSpeed's"
         return (
-            f"parallelism_config {settings.mesh}: {why}, for long sequences use zero3_sp_bf16, or fsdp_bf16_ckpt with "
-            "fsdp_activation_checkpointing_offload"
+            f"parallelism_config {settings.mesh}: {why}, for long sequences use zero3_sp_bf16, zero3_sp_fp8, or "
+            "fsdp_bf16_ckpt with fsdp_activation_checkpointing_offload"
+        )
+
+    def no_split(self, settings: Settings) -> str | None:
+        """The problem of an FP8 layer that takes no weight that is split, or None."""
+        if settings.precision != "fp8" or (settings.backend, settings.level) in SPLIT:
+            return None
+        return (
+            f"{self.name} in fp8 {settings.backend} {settings.level}: of the FP8 layers here torchao's, with one scale "
+            f"for a tensor or a row, take a weight that is split: use {self.name}_fp8, or {self.name}_bf16"
         )
 
 
@@ -187,12 +196,10 @@ class FSDPTensorParallelRules(FSDPRules):
     family = "fsdp"
 
     def problem_of_sizes(self, settings: Settings) -> str | None:
-        if settings.precision == "fp8":
-            return f"FP8 with FSDP2 and tensor parallel ({settings.mesh}): use tp_fp8, fsdp_fp8, or fsdp_tp_bf16"
-        if settings.fsdp.offload or settings.fsdp.ignored_modules:
-            return "fsdp_offload_params and fsdp_ignored_modules are not for tensor parallel: leave them out"
+        if settings.fsdp.ignored_modules:
+            return "fsdp_ignored_modules is not for tensor parallel, which splits them, too: leave it out"
         if settings.mesh.dp_shard > 1:
-            return None
+            return self.no_split(settings)
         return (
             f"FSDP2 with {settings.mesh} has no processes to shard over: set parallelism_config_dp_shard_size, or use "
             "tp_bf16"
@@ -210,12 +217,7 @@ class TensorParallelRules(StrategyRules):
                 f"tensor parallel beside data parallel ({settings.mesh}): without FSDP2 Accelerate refuses it, or sums "
                 "no gradients. Use fsdp_tp_bf16, or set parallelism_config_tp_size alone"
             )
-        elif settings.precision == "fp8" and (settings.backend, settings.level) not in SPLIT:
-            yield (
-                f"tp in fp8 {settings.backend} {settings.level}: of the FP8 layers here torchao's, with one scale for "
-                "a tensor or a row, take a weight that is split: use tp_fp8, or tp_bf16"
-            )
-        elif problem := wrong_product(settings):
+        elif problem := self.no_split(settings) or wrong_product(settings):
             yield problem
 
 
@@ -233,8 +235,16 @@ class SequenceParallelRules(ZeRORules):
         sizes, stage = settings.mesh.sizes, settings.deepspeed.stage
         if others := sizes.keys() - {"sp", "dp_shard"}:
             yield f"sequence parallel beside {', '.join(sorted(others))} ({settings.mesh}): use zero3_sp_bf16"
-        elif settings.precision not in ("fp32", "bf16") or stage != 3:
-            yield f"sequence parallel with zero_stage {stage} in {settings.precision}: use zero3_sp_bf16"
+        elif stage != 3:
+            yield (
+                f"sequence parallel with zero_stage {stage}: DeepSpeed averages the gradients of a group's slices in "
+                "stage 3 and adds them up in 1 and 2: use zero3_sp_bf16"
+            )
+        elif settings.backend == "msamp":
+            yield (
+                f"sequence parallel with MS-AMP's {settings.level}: its levels run as FSDP2 or DDP, and Ulysses (sp) "
+                "is in DeepSpeed's engine: use zero3_sp_fp8"
+            )
         elif problem := wrong_product(settings):
             yield problem
 

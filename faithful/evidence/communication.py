@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
 from torch._ops import OpOverload
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,7 @@ from faithful.tensors.names import size
 FACTORS = {"allreduce_": 2, "allreduce_coalesced_": 2, "all_reduce": 2,
            "_allgather_base_": 1, "allgather_": 1, "allgather_into_tensor_coalesced_": 1, "all_gather_into_tensor": 1,
            "_reduce_scatter_base_": 1, "reduce_scatter_": 1, "reduce_scatter_tensor_coalesced_": 1,
-           "reduce_scatter_tensor": 1, "alltoall_base_": 1}  # fmt: skip
+           "reduce_scatter_tensor": 1, "alltoall_base_": 1, "dim_zero_all_to_all": 1}  # fmt: skip
 
 
 class OneStep:
@@ -67,16 +68,19 @@ class BytesSent(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # DTensor runs first; its collectives come back here
         out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in ("c10d", "_c10d_functional", "deepspeed"):  # whose operator hides torch's inside
             name = func._schema.name.split("::")[1]
             flat = torch.utils._pytree.tree_leaves((args, out))
             largest = max((size([t]) for t in flat if isinstance(t, torch.Tensor)), default=0)
             # a collective's arguments have the group before other boxed objects, such as a ReduceOp
-            world = next((group.size() for group in map(process_group, flat) if group), dist.get_world_size())
+            groups = map(process_group, func._schema.arguments, args)
+            world = next((group.size() for group in groups if group), dist.get_world_size())
             self.sent += FACTORS.get(name, 0) * largest * (world - 1) / world
         return out
 
 
-def process_group(value: object) -> dist.ProcessGroup | None:
-    """The process group in a collective's boxed argument, or None."""
+def process_group(argument: torch.Argument, value: Any) -> dist.ProcessGroup | None:
+    """The process group that a collective's argument names, or has in a box, or None."""
+    if argument.name == "group_name":
+        return _resolve_process_group(value)
     return dist.ProcessGroup.unbox(value) if isinstance(value, torch.ScriptObject) else None

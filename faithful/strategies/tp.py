@@ -130,6 +130,11 @@ def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", devi
         apply_tensor_parallelism(model, mesh, kept)
     else:  # transformers before 5.23
         apply_tensor_parallelism(model, mesh)  # pyrefly: ignore[missing-argument]
+    if not any(map(is_split, model.parameters())):
+        raise Refused(
+            f"the plan of {type(model).__name__} for tensor parallel names none of its layers, perhaps as they are in "
+            "a wrapper: prepare the model without it, or use fsdp_bf16"
+        )
     model.tie_weights(recompute_mapping=False)  # a head tied to the embedding gets the embedding's shard
     for tensor in (*model.parameters(), *model.buffers()):  # Accelerate does not move a model that has DTensors
         if not isinstance(tensor, DTensor):
@@ -148,8 +153,11 @@ def split(model: Any, optimizer: torch.optim.Optimizer, mesh: "DeviceMesh", devi
 def check(model: Any, size: int) -> None:
     """Raises Refused if `model` cannot be split over `size` processes."""
     name, plan = type(model).__name__, getattr(model, "tp_plan", None)
-    if not plan:
-        raise Refused(f"{name} has no plan for tensor parallel: use recipes/gpt.py with llama_nano, or fsdp_bf16")
+    adapters = " of adapters (peft)" if any(hasattr(module, "base_layer") for module in model.modules()) else ""
+    if not plan or adapters:
+        raise Refused(
+            f"{name} has no plan for tensor parallel{adapters}: use recipes/gpt.py with llama_nano, or fsdp_bf16"
+        )
     if unknown := sorted(set(plan.values()) - KNOWN):
         raise Refused(f"{name} is split by {', '.join(unknown)}, which is not tested here: use fsdp_bf16")
     heads = model.config.num_attention_heads

@@ -138,7 +138,7 @@ GPT = ("--dataset", ROOT / "LICENSE", "--sequence_length", 32)
 GPT_CONFIGS = ("single_bf16", "single_fp16", "single_fp8", "single_fp8_msamp_o1", "single_fp8_msamp_o2",
                "single_fp8_msamp_o3", "ddp_bf16", "ddp_fp8", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_bf16",
                "fsdp_fp8", "fsdp_fp8_msamp_o2", "tp_bf16", "tp_fp16", "tp_fp8", "fsdp_tp_bf16",
-               "zero3_sp_bf16")  # fmt: skip
+               "fsdp_tp_fp8", "zero3_sp_bf16", "zero3_sp_fp8")  # fmt: skip
 
 
 def test_every_config_is_run_here():
@@ -356,6 +356,18 @@ def test_fsdp_offloaded_to_the_host(gpu, tmp_path):
     path.write_text(yaml.dump(mapping))
     run = resumed(gpu, str(path), tmp_path, imports=["fake_tex"], processes=2)
     assert "offloaded to the host" in record(run)["evidence"]["measured"]
+
+
+@pytest.mark.slow
+def test_fsdp_with_tensor_parallel_offloaded_to_the_host(gpu, tmp_path):
+    mapping = yaml.safe_load((CONFIGS / "fsdp_tp_bf16.yml").read_text())
+    mapping["fsdp_config"]["fsdp_offload_params"] = True
+    path = tmp_path / "fsdp_tp_bf16_offload.yml"
+    path.write_text(yaml.dump(mapping))
+    run = resumed(gpu, str(path), tmp_path, *GPT, name="gpt", processes=4)
+    assert "offloaded to the host" in record(run)["evidence"]["measured"]
+    kept = gpu.train("fsdp_tp_bf16", tmp_path / "kept", *SHORT, *GPT, "--save_steps", 0, name="gpt", processes=4)
+    assert metrics(run) == metrics(kept) and distance(run, kept) == 0
 
 
 @needs_te

@@ -134,7 +134,7 @@ NOTED = {
     ),
     "torchao's default outside FSDP2": (
         DDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}},
-        ["slower than bf16's, as torchao's casts are not compiled: use ddp_fp8_compile", "off outside FSDP2"],
+        ["slower than bf16's, as torchao's casts are not compiled: use ddp_fp8_compile", "is off: only FSDP2 without tp gathers so"],
     ),
     "an option of an earlier version": (
         fsdp(FSDP2, fsdp_cpu_ram_efficient_loading=False, fsdp_backward_prefetch_policy="BACKWARD_PRE"),

@@ -61,11 +61,11 @@ class Machines:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
-    def launch(self, rank, config, *argv, options=(), env=None, elastic=ELASTIC):
+    def launch(self, rank, config, *argv, options=(), env=None, elastic=ELASTIC, recipe="vit"):
         """Runs ./launch.sh on one machine, as in the docs. options: of the launcher, over those below."""
         said = {"--num_machines": 2, "--num_processes": 2, "--machine_rank": rank, "--main_process_ip": ADDRESSES[0],
                 "--main_process_port": 29500} | elastic | dict(zip(options[::2], options[1::2], strict=True))  # fmt: skip
-        self.start(rank, ["./launch.sh", config, *sum(said.items(), ()), "recipes/vit.py", *argv], env or {})
+        self.start(rank, ["./launch.sh", config, *sum(said.items(), ()), f"recipes/{recipe}.py", *argv], env or {})
 
     def start(self, rank, command, env):
         """Runs a command on one machine; its output goes to node<rank>.log."""
@@ -78,9 +78,9 @@ class Machines:
                 [*line], cwd=ROOT, env=os.environ | ours | env, stdout=log, stderr=log
             )
 
-    def launch_both(self, config, run, steps):
+    def launch_both(self, config, run, steps, **more):
         for rank in (0, 1):
-            self.launch(rank, config, "--output_dir", str(run), *steps)
+            self.launch(rank, config, "--output_dir", str(run), *steps, **more)
 
     def kill(self, rank):
         """Kills the launcher and its workers at once, like a power cut."""
@@ -118,22 +118,32 @@ def machines(tmp_path):
         yield made
 
 
-@pytest.mark.parametrize("config", ["ddp_fp32", pytest.param("zero2_bf16", marks=pytest.mark.slow)])
-def test_two_machines_are_two_processes_and_a_killed_one_comes_back(machines, tmp_path, config):
+OF_GPT = ("--dataset", str(ROOT / "LICENSE"), "--sequence_length", "32", "--per_device_train_batch_size", "4")
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "processes"),
+    [
+        ("ddp_fp32", "vit", 2),
+        pytest.param("zero2_bf16", "vit", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp_tp_bf16", "gpt", 4, marks=pytest.mark.slow),  # a group in each machine
+    ],
+)
+def test_machines_train_as_one_and_a_killed_one_comes_back(machines, tmp_path, config, recipe, processes):
     if config.startswith("zero"):
         pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
-    steps = ("--max_steps", "80", *OPTIONS)
-    one = train(config, tmp_path / "one", *steps)
-    run = tmp_path / "run"
-    machines.launch_both(config, run, steps)
+    steps = ("--max_steps", "80", *OPTIONS, *(OF_GPT if recipe == "gpt" else ()))
+    one = train(config, tmp_path / "one", *steps, name=recipe)
+    run, more = tmp_path / "run", {"options": ("--num_processes", processes), "recipe": recipe}
+    machines.launch_both(config, run, steps, **more)
     until_step(run, 25)
     machines.kill(1)
-    machines.launch(1, config, "--output_dir", str(run), *steps)
+    machines.launch(1, config, "--output_dir", str(run), *steps, **more)
     assert machines.wait() == [0, 0], machines.log(0)[-3000:]
     # Of step 20, if it was written when the kill came and the next was not: saving goes on behind training.
     assert re.search(r"resumed from .* at step [1-3]0\b", machines.log(0))
     made = record(run)
-    assert made["status"] == "finished" and made["plan"]["num_processes"] == 2
+    assert made["status"] == "finished" and made["plan"]["num_processes"] == processes
     assert metrics(run) == metrics(one) and distance(run, one) == 0
     assert "Traceback" not in machines.log(0) + machines.log(1) and "node_rank is only" not in machines.log(1)
     assert "step 1:" in machines.log(0) and "step 1:" not in machines.log(1)

@@ -173,7 +173,9 @@ def test_the_recorded_loss_of_accumulated_micro_batches_is_the_trainers(tmp_path
 
 
 @there("transformers")
-@pytest.mark.parametrize("config", ["fsdp_bf16", "tp_bf16", "fsdp_fp8_msamp_o2"])
+@pytest.mark.parametrize(
+    "config", ["fsdp_bf16", "tp_bf16", "fsdp_fp8_msamp_o2", pytest.param("fsdp_tp_bf16", marks=pytest.mark.slow)]
+)
 def test_the_trainer_loads_the_best_model_and_saves_it_for_its_library(tmp_path, config):
     from transformers import LlamaForCausalLM
 

@@ -20,7 +20,7 @@ from faithful.strategies import STRATEGIES
 from faithful.strategies.base import Strategy
 from faithful.training.clipping import GradientsElsewhere
 
-PLAN = SimpleNamespace(strategy="fsdp", precision="fp8", level="o2", fp8_options={}, device="cpu")  # for their __init__
+PLAN = SimpleNamespace(strategy="fsdp", precision="fp8", level="o2", fp8_options={}, device="cpu", tp_size=1)
 INTERFACES = (Strategy, Backend, GradientsElsewhere)
 OWN = {  # public names that only a subclass has, and why
     "initialize": "MSAMP: what `convert` or, under FSDP2, `after_prepare` calls",
@@ -185,14 +185,14 @@ LINES = {
     "faithful/models": 950,  # meta_init.py, from loading/, which is gone
     "faithful/saving": 1050,  # puts whole weights together for every strategy
     "faithful/scripts": 150,  # a Trainer's resume under tp
-    "faithful/strategies": 3200,  # deepspeed/sequence.py: slices of sequences
+    "faithful/strategies": 3250,  # deepspeed/sequence.py: a model's own loss over slices
     "faithful/tensors": 300,
     "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4900,  # a weight that is plain again is refused in one line
     "tools": 7500,  # compare --budgets: tokens for the same loss, rows with options
     "shared": 2450,
-    "benchmarks": 5100,  # clients.py judges scripts that save nothing
-    "tests": 36150,  # test_deleting.py, test_tokens.py, test_generate.py
+    "benchmarks": 5150,  # clients.py: examples of transformers
+    "tests": 36300,  # FP8 and fp16 of fsdp_tp and zero3_sp; test_generate.py
     "recipes": 1150,  # embed.py, dpo.py
 }
 SPARE = 100  # more than this under a number, and the number is to be lowered

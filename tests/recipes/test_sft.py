@@ -195,7 +195,8 @@ def test_adapters_that_cannot_be_merged_leave_no_model_that_is_merged_in_parts(t
     assert (tmp_path / names[0]).stat().st_mode & 0o777 == 0o640
 
 
-LORA = ["single_bf16", "ddp_fp8", "fsdp_bf16", "zero3_bf16", "single_fp8_msamp_o2", "fsdp_fp8_msamp_o2"]
+LORA = ["single_bf16", "ddp_fp8", "fsdp_bf16", "zero3_bf16", "zero3_sp_bf16", "single_fp8_msamp_o2",
+        "fsdp_fp8_msamp_o2"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, distance, launched, record, train, weights
+from conftest import CONFIGS, distance, edited, launched, record, train, weights
 from safetensors.torch import load_file
-from test_tp import FP64, STEPS, assert_same_training, in_float64, losses_and_norms, same_when_resumed
+from test_tp import FP64, STEPS, assert_estimated, assert_same_training, in_float64, losses_and_norms, same_when_resumed
 
 from faithful import Accelerator
 from faithful.strategies.tp import DTensor, Scaler
@@ -48,12 +48,29 @@ def test_what_each_process_holds_and_that_it_resumes(tmp_path):
         dict.fromkeys(("weight", "gradient", "optimizer"), share), abs=1e-4
     )
     assert "gpt | fsdp_tp x4 gloo, sharded by LlamaDecoderLayer | bf16 compute" in (tmp_path / "run.log").read_text()
+    assert_estimated("fsdp_tp_bf16", run)
     one = train("single_bf16", tmp_path / "one", *STEPS, "--save_steps", 0, name="gpt")
     assert losses_and_norms(run) == pytest.approx(losses_and_norms(one), rel=1e-2)
     same_when_resumed("fsdp_tp_bf16", run, tmp_path / "again", *HALF)
     assert "from checkpoint-6 (4 files)" in export.export(run, tmp_path / "out.safetensors", step=6)
     exported = load_file(tmp_path / "out.safetensors")
     assert exported.keys() == final.keys() and all(exported[name].equal(final[name]) for name in final)
+
+
+def test_its_fp8_trains_as_fsdp_s_and_resumes(tmp_path):
+    """Whose weights are gathered in 16 bit, too, and whose scales are those of the same samples."""
+    path = tmp_path / "fsdp_fp8.yml"
+    path.write_text(edited((CONFIGS / path.name).read_text(), "float8_all_gather: true", "float8_all_gather: false"))
+    run, other = (
+        train(name, tmp_path / f"{i}", *STEPS, *HALF, name="gpt") for i, name in enumerate(["fsdp_tp_fp8", path])
+    )
+    assert losses_and_norms(run) == pytest.approx(losses_and_norms(other), rel=1e-2)
+    made, theirs = (record(each)["evidence"] for each in (run, other))
+    skipped = [[layer["name"] for layer in each["linear_skipped"]] for each in (made, theirs)]
+    assert made["linear_converted"] == theirs["linear_converted"] == 27 and skipped[0] == skipped[1]
+    assert made["sharded"] and made["optimizer_owns_all"] and made["bytes_per_parameter"]["total"] == 16.0
+    assert made["share_per_process"]["weight"] == pytest.approx(0.25, abs=2e-3)
+    same_when_resumed("fsdp_tp_fp8", run, tmp_path / "again", *HALF)
 
 
 def gathers_objects():

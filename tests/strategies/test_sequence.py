@@ -1,5 +1,6 @@
 """Ulysses' sequence parallel with ZeRO-3: two processes, each with a slice of every sequence, train as one does."""
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 import yaml
 from conftest import CONFIGS, distance, metrics, record, train, weights
 from safetensors.torch import load_file
-from test_tp import STEPS, in_float64, losses_and_norms
+from test_tp import STEPS, assert_estimated, in_float64, losses_and_norms, same_when_resumed
 from torch.utils.data import DataLoader
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from faithful import Accelerator, Refused, __main__ as door
+from faithful.backends import torchao
 from tools import export
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
@@ -31,11 +34,11 @@ SFT = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 3, "--warmup_step
        "--per_device_train_batch_size", 8, "--learning_rate", 3e-3)  # fmt: skip
 
 
-def config(folder, **more):
-    """zero3_sp_bf16 in fp32, which is not shipped. With it, only the slices differ from one process."""
-    path = folder / "zero3_sp_fp32.yml"
+def config(folder, precision="no", **more):
+    """zero3_sp_bf16 in fp32, or another precision that is not shipped. In fp32 only the slices differ from one process."""
+    path = folder / f"zero3_sp_{precision.replace('no', 'fp32')}.yml"
     values = yaml.safe_load((CONFIGS / "zero3_sp_bf16.yml").read_text())
-    path.write_text(yaml.dump(values | {"mixed_precision": "no"} | more))
+    path.write_text(yaml.dump(values | {"mixed_precision": precision} | more))
     return path
 
 
@@ -65,21 +68,33 @@ def batch_of(case):
     return batch, sequence.mask_of(positions), positions
 
 
-def in_slices(folder):
-    """Writes how far loss and gradients of two slices are from those of whole sequences."""
+def in_slices(folder, level):
+    """Writes how far loss and gradients of two slices are from those of whole sequences. level: of torchao's FP8."""
     import deepspeed
 
     in_float64(0)
     deepspeed.ops.__compatible_ops__ = {}  # else it compiles an all-reduce
     deepspeed.init_distributed("gloo")
     model, found = llama(), {}
+    if level:
+        how = dataclasses.replace(Float8LinearConfig.from_recipe_name(level), emulate=True)
+        convert_to_float8_training(model.model, config=how)
+        torchao.complete(model)
     strategy = sequence.SequenceParallel(SimpleNamespace(strategy="zero3_sp", precision="fp32", sp_size=2))
     right = {}
-    for case in ("even", "uneven", "padded", "packed"):
+
+    def loss_of(case):
         batch, mask, positions = batch_of(case)
         logits = model(batch["input_ids"], position_ids=positions, attention_mask=mask).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    for case in ("even", "uneven", "padded", "packed"):
+        loss = loss_of(case)
         right[case] = loss.item(), torch.autograd.grad(loss, [*model.parameters()])
+    with torch.no_grad():  # each process's own, and in FP8 layers in high precision
+        model.eval()
+        evaluated = loss_of("packed").item()
+    model.train()
     sequence.exchange_heads(model, 2)
     strategy._trained = weakref.ref(model)
     model.register_forward_pre_hook(strategy._place, with_kwargs=True)
@@ -100,18 +115,17 @@ def in_slices(folder):
                 tensor /= 2
             away = max(((a - b).norm() / b.norm()).item() for a, b in zip(mine, gradients, strict=True))
             found[case + way] = max(abs(total.item() / whole - 1), away)
-    model.eval()  # an evaluation is each process's own
+    model.eval()
     with torch.no_grad():
-        batch, mask, positions = batch_of("packed")
-        logits = model(batch["input_ids"], position_ids=positions, attention_mask=mask).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    found["evaluation"] = abs(loss.item() / right["packed"][0] - 1)
+        found["evaluation"] = abs(loss_of("packed").item() / evaluated - 1)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
-def test_in_float64_loss_and_gradients_are_one_process_s(tmp_path):
-    """Lengths that two processes do not share evenly, padding, packed sequences, unequal numbers of labels."""
-    train("ddp_fp32", tmp_path / "run", script=functools.partial(in_slices, tmp_path),
+@pytest.mark.parametrize("level", [None, "rowwise_with_gw_hp"])
+def test_in_float64_loss_and_gradients_are_one_process_s(tmp_path, level):
+    """Lengths that two processes do not share evenly, padding, packed sequences, unequal numbers of labels. In FP8, too,
+    with scales of tokens."""
+    train("ddp_fp32", tmp_path / "run", script=functools.partial(in_slices, tmp_path, level),
           env={"DS_ACCELERATOR": "cpu"})  # fmt: skip
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -143,6 +157,26 @@ def test_training_is_one_process_s_and_is_resumed(tmp_path, name, words):
     assert exported.keys() == saved.keys() and all(exported[key].equal(saved[key]) for key in saved)
 
 
+@pytest.mark.parametrize(("precision", "most"), [("fp16", 2e-4), ("fp8", 5e-3)])
+def test_in_fewer_bits_it_trains_as_zero3_and_resumes(tmp_path, precision, most):
+    """In FP8 a scale is that of a process's tokens: of slices here, of half the samples there."""
+    scaler = ("--grad_scaler", "init_scale=1024") if precision == "fp16" else ()
+    path = config(tmp_path, "fp16") if precision == "fp16" else "zero3_sp_fp8"
+    run = train(path, tmp_path / "run", *STEPS, *scaler, name="gpt")
+    half = ("--per_device_train_batch_size", 4, "--save_steps", 0)
+    other = train(f"zero3_{precision}", tmp_path / "other", *STEPS, *half, *scaler, name="gpt")
+    assert losses_and_norms(run) == pytest.approx(losses_and_norms(other), rel=most)
+    made, theirs = record(run)["evidence"], record(other)["evidence"]
+    for key in ("bytes_per_parameter", "dtypes", "share_per_process", "linear_converted"):
+        assert made[key] == theirs[key]
+    # in 4 layers, forward and backward, half of q, k, v and the output of 4 rows of 32 tokens, in 16 bit
+    exchanged = 4 * 2 * (128 + 64 + 64 + 128) * 4 * 32 * 2 / 2
+    assert made["wire_bytes_per_step"] - theirs["wire_bytes_per_step"] == pytest.approx(exchanged, rel=0.02)
+    same_when_resumed(path, run, tmp_path / "again", *scaler)
+    if path == "zero3_sp_fp8":
+        assert_estimated(path, run)
+
+
 def test_groups_of_two_among_four_train_on_batches_of_their_own(tmp_path):
     one = train("single_fp32", tmp_path / "one", *STEPS, "--save_steps", 0, name="gpt")
     sizes = {"parallelism_config": {"parallelism_config_sp_size": 2, "parallelism_config_dp_shard_size": 2}}
@@ -165,8 +199,8 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": torch.where(torch.arange(30) < 3 * (at % 5), -100, ids)}
 
 
-def as_accelerate_s_example(folder):
-    """A script as Accelerate's sp-alst.py and transformers' Trainer have it."""
+def as_accelerate_s_example(folder, plain):
+    """A script as Accelerate's sp-alst.py and transformers' Trainer have it. plain: one that knows nothing of slices."""
     accelerator = Accelerator()
     model = llama().float()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -176,8 +210,9 @@ def as_accelerate_s_example(folder):
         assert len(batch["input_ids"][0]) == 30 // size
         labels = batch["labels"] if size == 1 else batch["shift_labels"]
         shifted = {"shift_labels": labels} if size > 1 else {}
-        loss = model(input_ids=batch["input_ids"], labels=labels, **shifted).loss
-        if size > 1:
+        how = batch if plain else {"input_ids": batch["input_ids"], "labels": labels, **shifted}
+        loss = model(**how).loss
+        if size > 1 and not plain:
             from deepspeed.utils import groups
 
             assert "labels" not in batch, "Accelerate's loader has taken them out"
@@ -186,7 +221,7 @@ def as_accelerate_s_example(folder):
             good = torch.distributed.nn.functional.all_gather((labels != -100).sum(), **of_group)
             loss = sum(a * n for a, n in zip(each, good, strict=True) if n > 0) / sum(good)
         accelerator.backward(loss)
-        losses.append(loss.item())
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
         optimizer.step()
         optimizer.zero_grad()
     assert len(losses) == len(loader) == 6
@@ -194,10 +229,11 @@ def as_accelerate_s_example(folder):
     (folder / "losses.json").write_text(json.dumps(losses))
 
 
-def test_the_loss_of_accelerate_s_example_trains_as_one_process(tmp_path):
-    """Which gathers the losses of a group; labels are weighed by their number."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_loss_of_accelerate_s_example_trains_as_one_process(tmp_path, plain):
+    """Which gathers the losses of a group; labels are weighed by their number. So they are in a model's own loss."""
     for name, path in (("one", "single_fp32"), ("two", config(tmp_path))):
-        train(path, tmp_path / name, script=functools.partial(as_accelerate_s_example, tmp_path / name),
+        train(path, tmp_path / name, script=functools.partial(as_accelerate_s_example, tmp_path / name, plain),
               env={"FAITHFUL_PROJECT_DIR": str(tmp_path / name)})  # fmt: skip
     one, two = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-5) and distance(tmp_path / "one", tmp_path / "two") < 1e-5
@@ -249,6 +285,7 @@ def refused_ones():
     refuses(lambda: model(ids[:, :-1]))
     refuses(lambda: model(ids, position_ids=torch.arange(15).expand(2, -1)))
     refuses(lambda: model(ids, attention_mask=torch.ones(2, 1, 15, 15, dtype=torch.bool)))
+    refuses(lambda: model(ids, labels=ids))
     refuses(lambda: accelerator.gather_for_metrics(ids))
     model.eval()
     refuses(lambda: model(ids))
@@ -259,10 +296,19 @@ def refused_ones():
     accelerator.print("\n".join(said))
 
 
+def asks_for_labels():
+    accelerator = Accelerator()
+    model = llama().float()
+    model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5), DataLoader(Rows(), 2))
+    next(iter(loader))["labels"]
+
+
 def test_what_a_slice_cannot_stand_for_is_refused(tmp_path):
+    train(config(tmp_path), tmp_path / "labels", script=asks_for_labels, code=2)
+    assert "refused: under zero3_sp a batch has labels that are the tokens" in (tmp_path / "labels.log").read_text()
     train(config(tmp_path), tmp_path / "run", script=refused_ones)
     text = (tmp_path / "run.log").read_text()
-    for words in ("computes its input_ids, position_ids or attention_mask", "mask is not what the positions say",
+    for words in ("computes its input_ids, position_ids or attention_mask", "mask is not what the positions say", "would shift labels within its slice",
                   "gather_for_metrics while the model trains", "batches are slices in model.train(), and whole in"):  # fmt: skip
         assert words in text
 

@@ -10,12 +10,14 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from conftest import CONFIGS, Ranks, distance, launched, metrics, record, train, weights
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
 from faithful import Refused
@@ -272,7 +274,7 @@ def test_its_fp8_trains_as_one_process_s_and_resumes(tmp_path):
 
 def in_fp8(folder, level):
     """Writes the largest relative distance of a split FP8 layer's output and gradients to a whole one's, with amaxes of
-    whole tensors, and with those of each process's part."""
+    whole tensors, and with those of each process's part. Of four processes two shard each part."""
     import torch.distributed as dist
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training, float8_utils
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -280,7 +282,7 @@ def in_fp8(folder, level):
     from faithful.backends import torchao
 
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (2,))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp_shard", "tp"))
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(level), emulate=True)
 
     def computed(style):
@@ -290,7 +292,9 @@ def in_fp8(folder, level):
         convert_to_float8_training(model, config=config)
         torchao.complete(model)
         if style:
-            apply_tensor_parallelism(model, mesh, dict.fromkeys(("0", "0.weight", "0.bias"), style))
+            apply_tensor_parallelism(model, mesh["tp"], dict.fromkeys(("0", "0.weight", "0.bias"), style))
+        if style and mesh["dp_shard"].size() > 1:
+            fully_shard(model, mesh=mesh["dp_shard"])
         out = model(x.requires_grad_())
         out.backward(gradient)
         return [out.detach(), x.grad, *(base.whole_tensor(parameter.grad) for parameter in model.parameters())]
@@ -304,19 +308,20 @@ def in_fp8(folder, level):
     def of_part(x, *args, **kwargs):
         if not isinstance(x, tp.DTensor):
             return of_tensor(x, *args, **kwargs)
-        return tp.DTensor.from_local(of_tensor(x.to_local(), *args, **kwargs), mesh, [Replicate()])
+        return tp.DTensor.from_local(of_tensor(x.to_local(), *args, **kwargs), mesh["tp"], [Replicate()])
 
     float8_utils.tensor_to_amax = of_part
     of_parts = furthest() if level == "tensorwise" else None
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps([found, of_parts]))
 
 
+@pytest.mark.parametrize("config", ["tp_fp8", "fsdp_tp_fp8"])
 @pytest.mark.parametrize("level", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-def test_its_fp8_is_that_of_whole_layers(tmp_path, level):
+def test_its_fp8_is_that_of_whole_layers(tmp_path, config, level):
     """A split operand is rounded with the amax over all processes, so that its FP8 values are those of the whole one.
     What differs is the order of fp32 sums."""
-    ranks = Ranks("tp_fp8", ["--output_dir", str(tmp_path / "run")], script=lambda: in_fp8(tmp_path, level))
-    assert ranks.wait() == [0, 0], ranks.text()
+    ranks = Ranks(config, ["--output_dir", str(tmp_path / "run")], script=lambda: in_fp8(tmp_path, level))
+    assert {*ranks.wait()} == {0}, ranks.text()
     for rank in range(2):
         away, of_parts = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert away < 1e-5
@@ -345,7 +350,7 @@ def test_the_finished_model_is_transformers_own_and_plain(whole):
     assert (whole[0] / "sample.txt").read_text().startswith("The ")
 
 
-def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
+def test_models_that_cannot_be_split_are_refused_by_name(tmp_path, monkeypatch):
     with torch.device("meta"):
         gpt2, llama = lm.gpt("gpt_nano", 272, 32), lm.gpt("llama_nano", 272, 32)
         vit, small = vision.vit("vit_nano", 8, 1, 10), lm.gpt("llama_small", 272, 32)
@@ -361,6 +366,12 @@ def test_models_that_cannot_be_split_are_refused_by_name(tmp_path):
     llama.tp_plan = llama.tp_plan | {"model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce"}
     with pytest.raises(Refused, match="is split by replicated_with_grad_allreduce, which is not tested here"):
         tp.check(llama, 2)
+    llama.model.layers[0].self_attn.q_proj.base_layer = torch.nn.Linear(2, 2)  # as peft has it
+    with pytest.raises(Refused, match="LlamaForCausalLM has no plan for tensor parallel of adapters"):
+        tp.check(llama, 2)
+    monkeypatch.setattr("transformers.distributed.tensor_parallel.apply_tensor_parallelism", lambda *_: None)
+    with pytest.raises(Refused, match="names none of its layers"):
+        tp.split(small, torch.optim.SGD(small.parameters()), SimpleNamespace(size=lambda: 3), torch.device("cpu"))
 
     def other_seeds(rank):
         module = sys.modules["gpt"]
@@ -395,15 +406,21 @@ def test_torch_s_kernels_for_many_tensors_take_no_mixture():
         dist.destroy_process_group()
 
 
-def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
-    def estimated(*words):
-        return launched(sys.executable, "tools/estimate.py", "--memory", "8GB", *words)
+def estimated(*words):
+    return launched(sys.executable, "tools/estimate.py", "--memory", "8GB", *words)
 
-    done = estimated("--json", "tp_bf16", "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
-    guess, evidence = json.loads(done.stdout)["configs"]["tp_bf16"], record(whole[0])["evidence"]
+
+def assert_estimated(config, run):
+    """The state that a process holds."""
+    done = estimated("--json", config, "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
+    guess, made = json.loads(done.stdout)["configs"][config], record(run)
     for ours, theirs in {"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"}.items():
-        counted = evidence["bytes_per_parameter"][theirs] * evidence["parameters"] / 2
-        assert guess[ours] == pytest.approx(counted, rel=0.01), ours
+        counted = made["evidence"]["bytes_per_parameter"][theirs] * made["evidence"]["parameters"]
+        assert guess[ours] == pytest.approx(counted / made["plan"]["num_processes"], rel=0.01), ours
+
+
+def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
+    assert_estimated("tp_bf16", whole[0])
     done = estimated("tp_bf16", "--", "vit")
     assert done.returncode == 1 and "tp_bf16: VisionTransformer has no plan for tensor parallel" in done.stdout
     done = estimated("--num_processes", "8", "tp_bf16", "--", "vit")

@@ -230,14 +230,20 @@ def test_fp8_under_zero(whole, tmp_path, config, converted):
     ("config", "dtype"), [("zero2_fp16", "float16"), ("zero3_fp16", "float16"), ("fsdp_fp16", "float32")]
 )
 def test_the_loss_scale_of_fp16(tmp_path, config, dtype):
-    """Overflows in fp16 skip the step on all processes and lower the scale, DeepSpeed's or torch's."""
-    run = train(config, tmp_path / "run", *STEPS, "--grad_scaler", f"init_scale={2.0**32}")
+    """Overflows in fp16 skip the step on all processes and lower the scale, DeepSpeed's or torch's. A resumed run goes
+    on with it."""
+    words = (*STEPS, "--grad_scaler", f"init_scale={2.0**32}")
+    run = train(config, tmp_path / "run", *words)
     state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
     skipped = state["steps"]["tried"] - 8
     scaler = state["scaler"]
     assert skipped >= 5 and scaler.get("cur_scale", scaler.get("scale")) == 2.0 ** (32 - skipped)
     assert all(math.isfinite(loss) for loss in losses(run))
     assert record(run)["evidence"]["dtypes"]["parameters"].keys() == {dtype}
+    again = train(config, tmp_path / "again", *words, "--resume_from_checkpoint", run / "checkpoint-4")
+    assert losses(again) == losses(run)[4:] and distance(again, run) == 0
+    saved = json.loads((again / "checkpoint-8" / "trainer_state.json").read_text())
+    assert (saved["steps"], saved["scaler"]) == (state["steps"], scaler)
 
 
 def test_accelerate_launch_itself(whole, tmp_path):

@@ -321,9 +321,10 @@ def test_assert_close_gives_an_exit_code(runs, tmp_path, capsys):
 
 
 def test_every_config_gets_the_baselines_global_batch():
-    ways = compare.ways_of(["single_bf16", "ddp_bf16", "fsdp_fp8", "tp_bf16"])
+    wanted = {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32, "fsdp_tp_bf16": 16, "zero3_sp_bf16": 32}
+    ways = compare.ways_of([*wanted])
     words = ["vit", "--max_steps", "5"]
-    assert compare.batches(ways, words, 0) == {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32}
+    assert compare.batches(ways, words, 0) == wanted
     assert compare.batches(ways, ["--num_processes", "4", *words], 0)["ddp_bf16"] == 8
     assert compare.batches(ways, [*words, "--per-device-train-batch-size=8"], 2)["ddp_bf16"] == 4
 

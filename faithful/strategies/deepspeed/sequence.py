@@ -88,6 +88,14 @@ class SequenceParallel(ZeRO):
     def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         return f"{super().how_sharded(model, record)}, sequences in {self.plan.sp_size} slices"
 
+    def explain(self, error: str) -> Refused | None:
+        if error == "'labels'":
+            return Refused(
+                "under zero3_sp a batch has labels that are the tokens as shift_labels, as in Accelerate: call "
+                "model(**batch), or use zero3_bf16"
+            )
+        return super().explain(error)
+
     def refuse_metrics(self) -> None:
         if self._training():
             raise Refused(
@@ -112,13 +120,14 @@ class SequenceParallel(ZeRO):
                     moved = send_to_device(part, device, non_blocking=loader._non_blocking)
                 for name in part if loader.trains else ():
                     if torch.is_tensor(part[name]):
-                        moved[name].packed = part[name].packed
+                        vars(moved[name]).update(vars(part[name]))
                 yield moved
 
         return batches
 
     def _place(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A hook of the model: it gets slices of the loader's, and the positions of their tokens."""
+        """A hook of the model: it gets slices of the loader's, and the positions of their tokens. Its own loss is then
+        the part of its slice of the mean over a batch's labels, times the processes of a group."""
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not model.training:
             if torch.is_grad_enabled() or hasattr(ids, "packed"):
@@ -145,6 +154,14 @@ class SequenceParallel(ZeRO):
                     "the script's attention mask is not what the positions say (causal, and a sequence begins where "
                     "its position is 0), which is all that Ulysses' attention knows: use zero3_bf16"
                 )
+        labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
+        if labels is not None and shifted is None:
+            raise Refused(
+                "the model would shift labels within its slice of each sequence: call model(**batch), or compute the "
+                "loss from its logits and the batch's labels or shift_labels"
+            )
+        if labels is None and hasattr(shifted, "share"):  # model(**batch)
+            kwargs = kwargs | {"labels": shifted, "num_items_in_batch": shifted.share}
         return args, kwargs | {"position_ids": positions}
 
 
@@ -213,6 +230,8 @@ def slice_of(batch: Any, rank: int, size: int) -> dict[str, Any]:
         rest[name] = part.pin_memory() if value.is_pinned() else part
     for value in filter(torch.is_tensor, rest.values()):
         cast(Any, value).packed = packed  # and so known as part of a slice
+    if same:
+        cast(Any, rest["shift_labels"]).share = (counts[:, 1:].sum() / size).item()
     return rest
 
 
