@@ -22,7 +22,7 @@ from harness import ROOT, arguments, made, save
 LONGEST = 600  # seconds of a command
 CANNOT = {
     r"^git clone": "the clone is made before",
-    r"^pip install .*\[recipes\]|accelerate-recipes (?!&&)": "of an installed wheel: tests/project/test_install.py",
+    r"^pip install .*\[recipes\]|accelerate-recipes (?!&&)": "of an installed wheel: benchmarks/install.py, and a test",
     r"\bsetup\b|^python3 -m venv|^source ": "the active environment has the packages: an installation downloads 3 GB",
     r"launch\.sh test": "the tests have a run of their own, in CI",
     r"glue:mrpc|trl\.scripts": "needs the Hugging Face Hub",

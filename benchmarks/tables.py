@@ -220,9 +220,17 @@ def gallery(figures):
     return "\n\n".join([f"{came_from(figures)}:", table, *seen])
 
 
+def installs(figures):
+    heads = ["Python", "packages", "downloaded, MB", "installed, MB", "to install, s", "to the demo's first step, s"]
+    keys = ("packages", "downloaded_mb", "installed_mb", "install_seconds", "first_step_seconds")
+    rows = [[python, *(f"{row[key]:,}" for key in keys)] for python, row in figures["rows"].items()]
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
+
+
 TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
     "results/overhead.json": overhead,
+    "results/install.json": installs,
     "results/kills_saving.json": kills,
     "results/stuck.json": stuck,
     "results/step_time.json": step_times,
