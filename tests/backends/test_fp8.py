@@ -32,8 +32,8 @@ from faithful.models.layers import FP8Layers
 from shared import images, vision
 
 NAMES = [path.stem for path in sorted(CONFIGS.glob("*_fp8*.yml"))]
-EAGER = [  # test_zero.py and test_tp.py have the others
-    name for name in NAMES if "compile" not in name and not name.startswith(("zero", "tp"))
+EAGER = [  # test_zero.py, test_tp.py and test_fsdp_tp.py have the others
+    name for name in NAMES if "compile" not in name and not name.startswith(("zero", "tp", "fsdp_tp"))
 ]
 STEPS = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 0)
 BYTES = {"o1": 11, "o2": 6, "o3": 7}  # of a converted parameter on one process
@@ -282,7 +282,7 @@ def counted_under_fsdp(rank, world, backend):
     """Counts the FP8 layers of a model in which FSDP2 shards each layer by itself, and evaluates it."""
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     asked = SimpleNamespace(backend="ao", level="tensorwise", precision="fp8", fp8_options={}, strategy="fsdp",
-                            implementation=backend, rehearsal=True)  # fmt: skip
+                            implementation=backend, rehearsal=True, tp_size=1)  # fmt: skip
     if backend == "emulated":
         emulation.convert(model, "delayed")
     else:
