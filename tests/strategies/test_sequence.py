@@ -308,7 +308,8 @@ def test_what_a_slice_cannot_stand_for_is_refused(tmp_path):
     assert "refused: under zero3_sp a batch has labels that are the tokens" in (tmp_path / "labels.log").read_text()
     train(config(tmp_path), tmp_path / "run", script=refused_ones)
     text = (tmp_path / "run.log").read_text()
-    for words in ("computes its input_ids, position_ids or attention_mask", "mask is not what the positions say", "would shift labels within its slice",
+    for words in ("computes its input_ids, position_ids or attention_mask", "mask is not what the positions say",
+                  "would shift labels within its slice",
                   "gather_for_metrics while the model trains", "batches are slices in model.train(), and whole in"):  # fmt: skip
         assert words in text
 

@@ -182,7 +182,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         for engine in (new for new, old in zip(prepared, args, strict=True) if any(old is model for model in fresh)):
             self._engine = weakref.ref(engine)
             for module in engine.module.modules() if self._splits_weights else ():
-                # transformers asks for it, as of FSDP2: all processes need the same passes, also in its generate()
+                # by this name, FSDP2's, transformers asks whether all processes need the same passes, as in generate()
                 module._is_fsdp_managed_module = True
             if exact:
                 take_exact(engine.optimizer, exact, session.device if self.plan.ram_efficient else None)
