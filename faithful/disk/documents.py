@@ -80,16 +80,17 @@ def built(load: Callable[[], Any]) -> Any:
 
 
 def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    refuse_twice([key for key, _ in pairs])
+    refuse_twice(pairs)
     return dict(pairs)
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's, for sections in which no key stands twice, and into which few others are merged (`<<`)."""
+    """PyYAML's, for sections in which no key has two values, and into which few others are merged (`<<`)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         made = super().compose_mapping_node(anchor)
-        refuse_twice([key.value for key, _ in made.value if isinstance(key, yaml.ScalarNode)])
+        scalars = [(key.value, value) for key, value in made.value if isinstance(key, yaml.ScalarNode)]
+        refuse_twice([(key, value.value if value.id == "scalar" else value) for key, value in scalars])
         if any(
             key.value == "<<" and value.id == "sequence" and len(value.value) > DEEPEST for key, value in made.value
         ):
@@ -102,10 +103,12 @@ class Loader(yaml.SafeLoader):
             raise too_many()
 
 
-def refuse_twice(keys: list[Any]) -> None:
-    if len(set(keys)) < len(keys):
-        first = next(key for key in keys if keys.count(key) > 1)
-        raise Unreadable(f"has the key {short(first)} twice in a section: remove one of them")
+def refuse_twice(pairs: list[tuple[str, Any]]) -> None:
+    """Raises Unreadable if a key has two values. Readers of YAML and JSON take the last one in silence."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if values.setdefault(key, value) != value:
+            raise Unreadable(f"has the key {short(key)} twice in a section: remove one of them")
 
 
 def checked(value: Any) -> Any:

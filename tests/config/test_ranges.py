@@ -212,7 +212,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
 
 
 def test_a_symlink_of_the_user_s_and_a_shared_section_are_read(tmp_path):
-    (tmp_path / "there.yml").write_text("a: &a {x: 1}\nb: {<<: *a, x: 2}\nc: [*a, *a]\n")
+    (tmp_path / "there.yml").write_text("a: &a {x: 1}\nb: {<<: *a, x: 2, x: 2}\nc: [*a, *a]\n")
     (tmp_path / "mine.yml").symlink_to("there.yml")
     assert documents.read(tmp_path / "mine.yml") == {"a": {"x": 1}, "b": {"x": 2}, "c": [{"x": 1}, {"x": 1}]}
     assert documents.of_yaml("a: >-\n  Block,\n  Layer\n") == {"a": "Block, Layer"}
