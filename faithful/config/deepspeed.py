@@ -1,16 +1,18 @@
 """DeepSpeed: what deepspeed_config asks for, or the JSON that it names as deepspeed_config_file. Imports neither torch
-nor DeepSpeed."""
+nor, without such a file, DeepSpeed."""
 
 import base64
+import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from faithful.config.keys import DEVICES, flag, on, text, whole
 from faithful.disk import documents
-from faithful.disk.names import short
+from faithful.disk.names import printable, short
 from faithful.errors import Refused
 
 # Sections that train another way than the script says, or split the model as nothing here counts.
@@ -37,7 +39,7 @@ class DeepSpeed:
     steps: int | None = None  # of gradient accumulation; None where the script says them
     optimizer: str | None = None  # the type that the file names
     scheduler: str | None = None
-    in_file: bool = False
+    file: str | None = None  # deepspeed_config_file
     trains_level: str | None = None  # of MS-AMP, which another strategy trains
 
     @property
@@ -52,7 +54,7 @@ class DeepSpeed:
     @property
     def replicates(self) -> bool:
         """Whether this is stage 0 and nothing else, which DDP does."""
-        return self.stage == 0 and not (self.in_file or self.clip or self.offload)
+        return self.stage == 0 and not (self.file or self.clip or self.offload)
 
     @property
     def runs_as(self) -> str | None:
@@ -96,8 +98,8 @@ def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
     if not installed:
         install = "./launch.sh setup --extra deepspeed, or pip install 'accelerate-recipes[deepspeed]'"
         yield f"zero{deepspeed.stage} needs DeepSpeed, which is not installed: {install}"
-    if deepspeed.problem:
-        yield deepspeed.problem
+    if problem := deepspeed.problem or (installed and deepspeed.file and refused_by_deepspeed(deepspeed.file)):
+        yield problem
     if "nvme" in (deepspeed.optimizer_device, deepspeed.param_device):
         yield (
             "offloading to nvme: checkpoints here and the counts of run.json cannot reach what is there: set "
@@ -151,9 +153,31 @@ def of_level(deepspeed: DeepSpeed) -> str:
     return f"{said} {level}{kept}"
 
 
+def refused_by_deepspeed(said: str) -> str | None:
+    """What DeepSpeed says against a file of its own, or None: which keys it has differs between its versions. The sizes
+    of batches are left out, as the script says them."""
+    with contextlib.redirect_stdout(sys.stderr):  # to which DeepSpeed logs from its import on
+        from deepspeed import __version__
+        from deepspeed.runtime.config import DeepSpeedConfig
+    config = {key: explicit(part) if isinstance(part, dict) else part for key, part in read(said)[1].items()}
+    sizes = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    try:
+        DeepSpeedConfig(explicit(config) | sizes)
+    except Exception as error:  # its own, pydantic's, those of assert
+        details = error.errors() if hasattr(error, "errors") else []  # pyrefly: ignore[not-callable]
+        keys = ", ".join(".".join(map(str, each["loc"])) for each in details)
+        reason = f"{error.title}: {keys}: {details[0]['msg']}" if details else str(error)  # pyrefly: ignore[missing-attribute]
+        return f"deepspeed_config_file {name_of(said)}: DeepSpeed {__version__} refuses it: {printable(reason)[:300]}"
+    return None
+
+
+def name_of(said: str) -> str:
+    return said[:200] if said.isprintable() else short(said)
+
+
 def read(said: str) -> tuple[str | None, dict[str, Any]]:
     """(problem or None, mapping) of a path, or of JSON itself, plain or as base64: what the launcher may export."""
-    named = f"deepspeed_config_file {said[:200] if said.isprintable() else short(said)}"
+    named = f"deepspeed_config_file {name_of(said)}"
     try:
         if os.path.exists(said):
             text = documents.text_of(said)
@@ -179,7 +203,7 @@ def enabled(section: Any) -> bool:
 
 def wrong(config: dict[str, Any]) -> str | None:
     """What is wrong with the type of a value that `of_file` reads, or None."""
-    for name in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
+    for name in ("zero_optimization", "fp16", "bf16", "bfloat16", "optimizer", "scheduler"):
         if not isinstance(config.get(name) or {}, dict):
             return f"{name} is {config[name]!r}: write a section"
     zero = config["zero_optimization"]
@@ -220,7 +244,9 @@ def of_file(said: str, init: bool = True) -> DeepSpeed:
     zero = config.get("zero_optimization", {})
     devices = [(zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param")]
     steps, stage = config.get("gradient_accumulation_steps", "auto"), zero.get("stage", 0)
-    precision = [name for name in ("fp16", "bf16") if str((config.get(name) or {}).get("enabled")).lower() == "true"]
+    asks = {name: config.get(name) or {} for name in ("fp16", "bf16")}
+    asks["bf16"] = asks["bf16"] or config.get("bfloat16") or {}  # the older name, which DeepSpeed still reads
+    precision = [name for name, section in asks.items() if str(section.get("enabled")).lower() == "true"]
     return DeepSpeed(
         stage=stage,
         problem=problem,
@@ -233,7 +259,7 @@ def of_file(said: str, init: bool = True) -> DeepSpeed:
         steps=None if steps == "auto" else steps,
         optimizer=(config.get("optimizer") or {}).get("type"),
         scheduler=(config.get("scheduler") or {}).get("type"),
-        in_file=True,
+        file=said,
     )
 
 

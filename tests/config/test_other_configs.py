@@ -489,6 +489,27 @@ def test_a_file_of_deepspeeds_is_read(tmp_path):
     assert "tensor_parallel in deepspeed_config_file: not supported" in checked(written(tmp_path, strange))[0][0]
 
 
+@pytest.mark.parametrize("sections, said", [
+    ({"amp": {"enabled": False}}, "Apex AMP integration has been removed"),
+    ({"bf16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}, "loss_scale, hysteresis: Extra inputs"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "cannot be simultaneously enabled"),
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "reduce_bucket_size: Input should be a valid"),
+])  # fmt: skip
+def test_what_deepspeed_refuses_in_its_file_is_one_line_before_the_launch(tmp_path, sections, said):
+    """Of 20 files of others, five have keys that an older version of DeepSpeed read."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    [line] = checked(written(tmp_path, deepspeed_file(tmp_path, **sections)))[0]
+    assert "ds.json: DeepSpeed " in line and "refuses it: " in line and said in line and line.isprintable()
+
+
+def test_a_file_of_an_older_deepspeed_keeps_its_precision(tmp_path):
+    """DeepSpeed reads bfloat16 as bf16, and Accelerate does not: fp32 would be trained."""
+    pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
+    old = deepspeed_file(tmp_path, bf16=None, bfloat16={"enabled": True}, train_batch_size=32)
+    problems, _, wanted = checked(written(tmp_path, old))
+    assert problems == [] and wanted.precision == "bf16"
+
+
 def seen(tmp_path, config, *words, code=0):
     """[[loss, learning rate]] of the script's steps under `config`, or what it prints if it is refused."""
     pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")

@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -388,6 +389,11 @@ class ZeRO(GradientsElsewhere, Strategy):
             return Refused(
                 "torch.autograd.grad computes gradients that DeepSpeed neither averages nor keeps: call "
                 "accelerator.backward(loss), or use a ddp config and average them"
+            )
+        if sizes := re.search(r"train_batch_size is not equal to .* (\d+ != \d+ \* \d+ \* \d+)", error):
+            return Refused(
+                "deepspeed_config_file's train_batch_size is not train_micro_batch_size_per_gpu times gradient "
+                f"accumulation times processes: {sizes[1]}: set it to auto"
             )
         if said := needs_whole_model(error) or guard.second_pass(error) or guard.copied(error, "DeepSpeed"):
             return said
