@@ -37,12 +37,12 @@ WAITS = ("timeout", "join_timeout", "read_timeout")  # torch's names of the time
 class Agent(LocalElasticAgent):
     """torch's launcher, which starts nothing again after an end that is meant."""
 
-    looked: float | None = None  # when it saw last how its processes are
+    looked = 0.0  # when it saw last how its processes are
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self.looked is None:
+        first, self.looked = not self.looked, time.monotonic()
+        if first:
             threading.Thread(target=self.end_in_time, args=(timeout_seconds() + SPARE,), daemon=True).start()
-        self.looked = time.monotonic()
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and code_of(result) in FINAL:
             self._remaining_restarts = 0
@@ -61,7 +61,7 @@ class Agent(LocalElasticAgent):
         """Ends this launcher if its processes have ended and it has not looked for so long: it asks a store whose
         machine, or the link to it, is gone. torch has no time for that, and the kernel's is a quarter of an hour."""
         me = psutil.Process()
-        while self._in_exit_barrier or time.monotonic() < (self.looked or 0) + seconds or running(me):
+        while self._in_exit_barrier or time.monotonic() < self.looked + seconds or running(me):
             time.sleep(1)
         print(f"error: the launchers have lost each other for {seconds} s: this one ends", file=sys.stderr, flush=True)
         os._exit(1)

@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -138,11 +139,26 @@ def at_exit(newest: Newest, script: FrameType | None) -> None:
     problem = problem_at_exit(script)
     code = exit_code_of(problem, newest(), print_error=None)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        # A thread of gloo may still hold tensors of the last collective. It needs Python's lock to release them, and if
-        # it asks for the lock once Python shuts down, the process aborts.
-        time.sleep(0.02)
+        wait_for_gloo()
     if code and problem is None:  # checkpoints could not be written, or a script went on after it was told to stop
         os._exit(code)
+
+
+def wait_for_gloo() -> None:
+    """Waits, 5 s at most, until gloo's threads sleep. One may still hold tensors of the last collective, and needs
+    Python's lock to release them. If it asks for the lock once Python shuts down, the process aborts."""
+    looks, end = 0, time.monotonic() + 5
+    while looks < 2 and time.monotonic() < end:
+        time.sleep(0.01)  # without the lock: a thread that has waited for it is not asleep now
+        looks = looks + 1 if set(states_of_gloo()) <= {"S"} else 0
+
+
+def states_of_gloo() -> Iterator[str]:
+    """The state of each thread of gloo, as Linux names it: S sleeps."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            if "gloo" in (thread / "comm").read_text():
+                yield (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def excepthook(

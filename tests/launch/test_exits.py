@@ -9,13 +9,18 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, STAYING, free_port, record
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tools import accelerate_launch
+from faithful.launch import process
+from tools import accelerate_launch, elastic
 
 # The process that forks. It imports faithful outside the main thread, where Python allows no signal handlers.
 SERVER = """
@@ -324,3 +329,28 @@ def test_of_processes_that_end_at_once_the_killed_one_is_the_cause(monkeypatch, 
 
 def raises(error):
     raise error
+
+
+def test_a_process_waits_at_its_end_until_gloo_sleeps(monkeypatch):
+    """A thread of gloo that asks for Python's lock later aborts a finished run, on a machine with much to do."""
+    looks = iter(["R", "S", "D", "S", "S"])
+    monkeypatch.setattr(process, "states_of_gloo", lambda: next(looks))
+    process.wait_for_gloo()
+    assert not list(looks)
+    monkeypatch.undo()
+    store = torch.distributed.HashStore()
+    group = torch.distributed.ProcessGroupGloo(store, 0, 1)
+    end = time.monotonic() + 30  # a thread names itself, once it runs
+    while len(list(process.states_of_gloo())) < 2:
+        assert time.monotonic() < end
+    group.shutdown()
+
+
+def test_processes_that_end_at_once_are_no_lost_launcher(monkeypatch):
+    """The thread that watches a launcher may look before the launcher itself has: it said "lost each other for 610 s"."""
+    agent, looked = object.__new__(elastic.Agent), []
+    watcher = SimpleNamespace(start=lambda: looked.append(agent.looked))
+    monkeypatch.setattr(elastic.threading, "Thread", lambda **_: watcher)
+    monkeypatch.setattr(elastic.LocalElasticAgent, "_monitor_workers", lambda *_: RunResult(WorkerState.SUCCEEDED))
+    agent._monitor_workers(None), agent._monitor_workers(None)
+    assert len(looked) == 1 and looked[0] > 0
