@@ -1,7 +1,9 @@
-"""Every shipped config with 1, 2, 3 and 4 processes on a CPU: trains as its reference, and resumes, or is refused.
+"""Every shipped config with 1, 2, 3 and 4 processes on a CPU: trains as its reference, and resumes, or is refused. The
+cells of README's table without a shipped config, too, with the processes of the strategy's bf16 config.
 
     python benchmarks/grid.py                           writes results/grid.json, a cell at a time
     python benchmarks/grid.py tp_bf16 'zero*'           these configs again; other cells of the file stay
+    python benchmarks/grid.py --not-shipped             the cells of README's table without a config, again
     python benchmarks/grid.py --reports                 writes results/reports.json: tests/scripts/reports.py's rows
     python benchmarks/grid.py --reports --rows 'partial*'   these rows again
 
@@ -22,12 +24,14 @@ bytes     per parameter; sent: those that process 0 sends in an optimizer step, 
 """
 
 import fnmatch
+import itertools
 import json
 import re
 import sys
 import tempfile
 from pathlib import Path
 
+import yaml
 from harness import ROOT, arguments, command, furthest, made, save
 
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
@@ -41,8 +45,23 @@ from shared import lm  # noqa: E402
 OF_REPORTS = ("single_bf16", "ddp_bf16", "fsdp_bf16", "hsdp_bf16", "zero1_bf16", "zero2_bf16", "zero3_bf16",
               "single_fp8_msamp_o2", "ddp_fp8_msamp_o2", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2",
               "fsdp_fp8")  # fmt: skip
+TABLE = ("fsdp", "hsdp", "tp", "fsdp_tp", "zero1", "zero2", "zero3", "zero3_sp")  # strategies of several processes
+KINDS = ("fp32", "fp16", "fp8", "fp8_ao_rowwise", "fp8_ao_rowwise_with_gw_hp", "fp8_te", "fp8_msamp_o1", "fp8_msamp_o2",
+         "fp8_msamp_o3")  # fmt: skip
+FILES = {path.stem: path for path in CONFIGS.glob("*.yml")}  # and those that `write_others` makes
+SHIPPED = frozenset(FILES)
 STEPS, SAMPLES = 6, 12  # optimizer steps, and samples of each, over all processes
 TAILS = ("_ckpt", "_noreshard", "_offload", "_compile")  # of a config that computes what the one without does
+
+
+def write_others(folder):
+    """Writes the configs of README's table that are not shipped: a strategy's for bf16, in another precision."""
+    for strategy, kind in itertools.product(TABLE, KINDS):
+        if f"{strategy}_{kind}" not in SHIPPED:
+            other, asked = (config_file.read(FILES[name])[1] for name in (f"{strategy}_bf16", f"single_{kind}"))
+            other |= {key: asked[key] for key in ("mixed_precision", "fp8_config") if key in asked}
+            FILES[f"{strategy}_{kind}"] = Path(folder, f"{strategy}_{kind}.yml")
+            FILES[f"{strategy}_{kind}"].write_text(yaml.safe_dump(other))
 
 
 def run(config, processes, folder, *options, micro=1):
@@ -55,7 +74,7 @@ def run(config, processes, folder, *options, micro=1):
         "--gradient_accumulation_steps": micro,
     }  # fmt: skip
     argv = [str(word) for pair in words.items() for word in pair]
-    ranks = Ranks(config, [*argv, *map(str, options)], name="gpt", processes=processes)
+    ranks = Ranks(FILES[config], [*argv, *map(str, options)], name="gpt", processes=processes)
     codes, text = ranks.wait(900 if "compile" in config else 100), ranks.text()
     return figures(folder) if set(codes) == {0} else ended(codes, text)
 
@@ -67,8 +86,8 @@ def figures(folder):
 def ended(codes, text):
     """(refused or failed, the line) of a run that did not end well."""
     said = [line for line in text.splitlines() if line.startswith("refused: ")]
-    if set(codes) == {2} and len(said) == 1 and "Traceback" not in text:
-        return "refused", said[0].removeprefix("refused: ")
+    if set(codes) == {2} and said and "Traceback" not in text:
+        return "refused", "; ".join(line.removeprefix("refused: ") for line in said)  # a line for each reason
     errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|refused|Exception|error): .*", text, re.MULTILINE)
     return "failed", f"exit codes {codes}: {(said or errors or text.splitlines() or ['nothing said'])[-1][:300]}"
 
@@ -80,7 +99,7 @@ def saved(folder):
 
 
 def mesh_of(config):
-    return read_env(to_env(config_file.read(CONFIGS / f"{config}.yml")[1])).mesh
+    return read_env(to_env(config_file.read(FILES[config])[1])).mesh
 
 
 def reference_of(config):
@@ -143,11 +162,18 @@ def all_cells(names, before):
     rows = {(row["config"], row["processes"]): row for row in before["cells"]}
     wrong = before.get("mistakes") or mistakes()
     for config in names:
-        for processes in (1,) if config.startswith("single") else (1, 2, 3, 4):
+        for processes in numbers(config):
             rows[config, processes] = cell(config, processes)
             rows = {key: judged(rows[key], rows) for key in sorted(rows)}
             print(json.dumps(rows[config, processes] | {"losses": None}), flush=True)
             yield {"mistakes": wrong, "cells": [*rows.values()]}
+
+
+def numbers(config):
+    """Of processes, with which a config is launched."""
+    if config in SHIPPED:
+        return (1,) if config.startswith("single") else (1, 2, 3, 4)
+    return (config_file.read(FILES[config])[1]["num_processes"],)
 
 
 def all_reports(names, before, pattern):
@@ -167,17 +193,20 @@ def main():
     parser.add_argument("configs", nargs="*", default=["*"], help="names, or patterns; default: all")
     parser.add_argument("--reports", action="store_true", help="the scripts of reports, in place of the grid")
     parser.add_argument("--rows", default="*", help="those scripts alone whose names match")
+    parser.add_argument("--not-shipped", action="store_true", help="README's cells without a config alone")
     args = parser.parse_args()
     import deepspeed  # noqa: F401  once, and not in each rank
     import torchao  # noqa: F401
 
     lm.GPT_SIZES["llama_grid"] = ("llama", 64, 2, 4)  # for the forked ranks
-    names = [path.stem for path in CONFIGS.glob("*.yml")]
-    names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in args.configs)]
     file = ROOT / "results" / ("reports.json" if args.reports else "grid.json")
     before = made(file, command=None, cells=[])
-    for found in all_reports(names, before, args.rows) if args.reports else all_cells(names, before):
-        save(file, {"command": command(before["command"])} | found, ("accelerate", "deepspeed", "torchao"))
+    with tempfile.TemporaryDirectory() as folder:
+        write_others(folder)
+        names = FILES.keys() - SHIPPED if args.not_shipped else FILES.keys()
+        names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in args.configs)]
+        for found in all_reports(names, before, args.rows) if args.reports else all_cells(names, before):
+            save(file, {"command": command(before["command"])} | found, ("accelerate", "deepspeed", "torchao"))
 
 
 if __name__ == "__main__":
