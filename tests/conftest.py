@@ -8,6 +8,7 @@ import collections
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
@@ -39,8 +41,8 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from faithful import plan  # noqa: E402
 from faithful.config import settings as config_module  # noqa: E402
-from faithful.evidence.record import Record  # noqa: E402
-from faithful.launch import process  # noqa: E402
+from faithful.evidence import record as run_record  # noqa: E402
+from faithful.launch import machine, process, same_start  # noqa: E402
 from faithful.training.steps import Steps  # noqa: E402
 from shared import diffusion, text  # noqa: E402
 from shared.args import parse  # noqa: E402
@@ -149,6 +151,49 @@ IMPORTED_ONCE = """datasets deepspeed.ops.op_builder.all_ops deepspeed.runtime.z
     transformers.optimization transformers.tokenization_utils_tokenizers""".split()
 
 
+# What each rank would find anew, and the same, in a third of the time of a short training.
+FOUND_ONCE = [
+    (owner, name, functools.cache(getattr(owner, name)))
+    for owner, name in [(machine, "versions"), (run_record, "git_state"), (same_start, "hash_of")]
+]
+
+
+@functools.cache
+def find_once():
+    (_, _, versions), (_, _, git_state), (_, _, hash_of) = FOUND_ONCE
+    versions(), git_state(Path(run_record.__file__))
+    for room in ("faithful", "amp8", "shared", "recipes", "tests"):
+        for file in (ROOT / room).rglob("*.py"):
+            hash_of(file)
+
+
+@functools.cache
+def not_installed(number):
+    """The first `number` modules of sys.modules, without packages' and Python's own: same_start compares none of them."""
+    first = itertools.islice(sys.modules.items(), number)
+    files = [
+        (name, module, getattr(module, "__file__", None) or sysconfig.get_path("stdlib")) for name, module in first
+    ]
+    return {
+        name: module for name, module, file in files if not file.startswith((sys.prefix, sysconfig.get_path("stdlib")))
+    }
+
+
+class SmallSys:
+    """sys as a rank's same_start sees it: to read all modules would copy 10,000 pages of memory from the parent's."""
+
+    argv = property(lambda self: sys.argv)
+
+    def __init__(self):
+        self.number = len(sys.modules)
+        self.before = not_installed(self.number)
+
+    @property
+    def modules(self):
+        new = itertools.islice(reversed(sys.modules.items()), len(sys.modules) - self.number)
+        return self.before | dict(new)
+
+
 class Ranks:
     """Forked ranks of one run; their output goes to <output_dir>.log.
 
@@ -166,6 +211,10 @@ class Ranks:
         port, module = str(free_port()), None if script else recipe(name)
         for name in IMPORTED_ONCE:
             importlib.import_module(name)
+        find_once()
+        small_sys = SmallSys()
+        if module:
+            FOUND_ONCE[1][2](Path(module.__file__))
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
         self.pids = []
         gc.freeze()  # a rank's garbage collector would copy most of the memory that it shares with this process
@@ -184,6 +233,9 @@ class Ranks:
                     os.dup2(self.log.fileno(), 2)
                     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # not pytest's capture
                     sys.argv = ["mine.py" if callable(script) else str(script or module.__file__), *argv]
+                    for owner, function, found in FOUND_ONCE:
+                        setattr(owner, function, found)
+                    same_start.sys = small_sys
                     plan.launch_line = lambda: (["accelerate", "launch", "--config_file", str(path)], path)
                     if before:
                         before(rank)
@@ -235,7 +287,7 @@ def train(config, output_dir, *argv, code=0, **kwargs):
 
 def write_record(run, **changes):
     """Writes the record of a run that has taken no step, with changes in it, into the folder `run`."""
-    made = Record(plan.Plan(None, "single", 1, "fp32", "cpu"), run, run, True)
+    made = run_record.Record(plan.Plan(None, "single", 1, "fp32", "cpu"), run, run, True)
     made.write(Steps(1), [], None)
     (run / "run.json").write_text(json.dumps(record(run) | changes))
 
@@ -344,6 +396,10 @@ def compiled_code_of_this_session(tmp_path_factory):
 def no_leftovers():
     """Fails a test that leaves a process behind, which would slow down every later test."""
     yield
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the quick way to know that there is none
+        return
     children = [child for child in psutil.Process().children(recursive=True) if child.pid not in STAYING]
     for child in children:
         child.kill()
