@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -28,6 +29,21 @@ def install(folder):
     assert wheel.name == f"accelerate_recipes-{faithful.__version__}-py3-none-any.whl"
     assert f"./{wheel.name}" in (folder / "requirements.txt").read_text().splitlines()
     zipfile.ZipFile(wheel).extractall(folder)
+
+
+BUILD = tool.wheel
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    return folder / BUILD(folder)
+
+
+@pytest.fixture(autouse=True)
+def one_wheel(built, monkeypatch):
+    """All copies get the same wheel, which takes seconds to build."""
+    monkeypatch.setattr(tool, "wheel", lambda folder: Path(shutil.copy(built, folder)).name)
 
 
 @pytest.mark.parametrize("name", ["vit", "gpt"])
@@ -98,6 +114,7 @@ def test_plain_under_a_single_config_needs_no_variable(tmp_path):
 
 
 def test_a_wheel_that_cannot_be_built_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "wheel", BUILD)
     monkeypatch.setattr(tool.sys, "executable", "/bin/false")
     with pytest.raises(
         Refused, match="wheel of faithful and amp8 cannot be built .*: install setuptools>=77, or --vendored"
