@@ -152,31 +152,20 @@ IMPORTED_ONCE = """datasets deepspeed.ops.op_builder.all_ops deepspeed.runtime.z
 
 
 # What each rank would find anew, and the same, in a third of the time of a short training.
-FOUND_ONCE = [
-    (owner, name, functools.cache(getattr(owner, name)))
-    for owner, name in [(machine, "versions"), (run_record, "git_state"), (same_start, "hash_of")]
-]
-
-
-@functools.cache
-def find_once():
-    (_, _, versions), (_, _, git_state), (_, _, hash_of) = FOUND_ONCE
-    versions(), git_state(Path(run_record.__file__))
-    for room in ("faithful", "amp8", "shared", "recipes", "tests"):
-        for file in (ROOT / room).rglob("*.py"):
-            hash_of(file)
+OWNERS = {"versions": machine, "git_state": run_record, "hash_of": same_start}
+FOUND_ONCE = {name: functools.cache(getattr(owner, name)) for name, owner in OWNERS.items()}
 
 
 @functools.cache
 def not_installed(number):
     """The first `number` modules of sys.modules, without packages' and Python's own: same_start compares none of them."""
-    first = itertools.islice(sys.modules.items(), number)
-    files = [
-        (name, module, getattr(module, "__file__", None) or sysconfig.get_path("stdlib")) for name, module in first
-    ]
-    return {
-        name: module for name, module, file in files if not file.startswith((sys.prefix, sysconfig.get_path("stdlib")))
-    }
+    stdlib, found = sysconfig.get_path("stdlib"), {}
+    for name, module in itertools.islice(sys.modules.items(), number):
+        file = getattr(module, "__file__", None) or stdlib
+        if not file.startswith((sys.prefix, stdlib)) and Path(file).is_file():
+            found[name] = module
+            FOUND_ONCE["hash_of"](Path(file))
+    return found
 
 
 class SmallSys:
@@ -190,8 +179,8 @@ class SmallSys:
 
     @property
     def modules(self):
-        new = itertools.islice(reversed(sys.modules.items()), len(sys.modules) - self.number)
-        return self.before | dict(new)
+        new = max(0, len(sys.modules) - self.number)
+        return self.before | dict(itertools.islice(reversed(sys.modules.items()), new))
 
 
 class Ranks:
@@ -211,10 +200,10 @@ class Ranks:
         port, module = str(free_port()), None if script else recipe(name)
         for name in IMPORTED_ONCE:
             importlib.import_module(name)
-        find_once()
         small_sys = SmallSys()
-        if module:
-            FOUND_ONCE[1][2](Path(module.__file__))
+        FOUND_ONCE["versions"]()
+        for file in (run_record.__file__, module and module.__file__):
+            FOUND_ONCE["git_state"](Path(file or "none"))
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
         self.pids = []
         gc.freeze()  # a rank's garbage collector would copy most of the memory that it shares with this process
@@ -233,8 +222,8 @@ class Ranks:
                     os.dup2(self.log.fileno(), 2)
                     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # not pytest's capture
                     sys.argv = ["mine.py" if callable(script) else str(script or module.__file__), *argv]
-                    for owner, function, found in FOUND_ONCE:
-                        setattr(owner, function, found)
+                    for function, owner in OWNERS.items():
+                        setattr(owner, function, FOUND_ONCE[function])
                     same_start.sys = small_sys
                     plan.launch_line = lambda: (["accelerate", "launch", "--config_file", str(path)], path)
                     if before:
