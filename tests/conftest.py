@@ -202,8 +202,8 @@ class Ranks:
             importlib.import_module(name)
         small_sys = SmallSys()
         FOUND_ONCE["versions"]()
-        for file in (run_record.__file__, module and module.__file__):
-            FOUND_ONCE["git_state"](Path(file or "none"))
+        for file in filter(None, (run_record.__file__, module and module.__file__)):
+            FOUND_ONCE["git_state"](Path(file))
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
         self.pids = []
         gc.freeze()  # a rank's garbage collector would copy most of the memory that it shares with this process
