@@ -8,6 +8,7 @@ import collections
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import runpy
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
@@ -39,8 +41,8 @@ torch.set_num_threads(1)  # a pool of threads would not survive the fork
 
 from faithful import plan  # noqa: E402
 from faithful.config import settings as config_module  # noqa: E402
-from faithful.evidence.record import Record  # noqa: E402
-from faithful.launch import process  # noqa: E402
+from faithful.evidence import record as run_record  # noqa: E402
+from faithful.launch import machine, process, same_start  # noqa: E402
 from faithful.training.steps import Steps  # noqa: E402
 from shared import diffusion, text  # noqa: E402
 from shared.args import parse  # noqa: E402
@@ -149,6 +151,38 @@ IMPORTED_ONCE = """datasets deepspeed.ops.op_builder.all_ops deepspeed.runtime.z
     transformers.optimization transformers.tokenization_utils_tokenizers""".split()
 
 
+# What each rank would find anew, and the same, in a third of the time of a short training.
+OWNERS = {"versions": machine, "git_state": run_record, "hash_of": same_start}
+FOUND_ONCE = {name: functools.cache(getattr(owner, name)) for name, owner in OWNERS.items()}
+
+
+@functools.cache
+def not_installed(number):
+    """The first `number` modules of sys.modules, without packages' and Python's own: same_start compares none of them."""
+    stdlib, found = sysconfig.get_path("stdlib"), {}
+    for name, module in itertools.islice(sys.modules.items(), number):
+        file = getattr(module, "__file__", None) or stdlib
+        if not file.startswith((sys.prefix, stdlib)) and Path(file).is_file():
+            found[name] = module
+            FOUND_ONCE["hash_of"](Path(file))
+    return found
+
+
+class SmallSys:
+    """sys as a rank's same_start sees it: to read all modules would copy 10,000 pages of memory from the parent's."""
+
+    argv = property(lambda self: sys.argv)
+
+    def __init__(self):
+        self.number = len(sys.modules)
+        self.before = not_installed(self.number)
+
+    @property
+    def modules(self):
+        new = max(0, len(sys.modules) - self.number)
+        return self.before | dict(itertools.islice(reversed(sys.modules.items()), new))
+
+
 class Ranks:
     """Forked ranks of one run; their output goes to <output_dir>.log.
 
@@ -166,6 +200,10 @@ class Ranks:
         port, module = str(free_port()), None if script else recipe(name)
         for name in IMPORTED_ONCE:
             importlib.import_module(name)
+        small_sys = SmallSys()
+        FOUND_ONCE["versions"]()
+        for file in filter(None, (run_record.__file__, module and module.__file__)):
+            FOUND_ONCE["git_state"](Path(file))
         self.log = open(argv[argv.index("--output_dir") + 1] + ".log", "a+")
         self.pids = []
         gc.freeze()  # a rank's garbage collector would copy most of the memory that it shares with this process
@@ -184,6 +222,9 @@ class Ranks:
                     os.dup2(self.log.fileno(), 2)
                     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # not pytest's capture
                     sys.argv = ["mine.py" if callable(script) else str(script or module.__file__), *argv]
+                    for function, owner in OWNERS.items():
+                        setattr(owner, function, FOUND_ONCE[function])
+                    same_start.sys = small_sys
                     plan.launch_line = lambda: (["accelerate", "launch", "--config_file", str(path)], path)
                     if before:
                         before(rank)
@@ -235,7 +276,7 @@ def train(config, output_dir, *argv, code=0, **kwargs):
 
 def write_record(run, **changes):
     """Writes the record of a run that has taken no step, with changes in it, into the folder `run`."""
-    made = Record(plan.Plan(None, "single", 1, "fp32", "cpu"), run, run, True)
+    made = run_record.Record(plan.Plan(None, "single", 1, "fp32", "cpu"), run, run, True)
     made.write(Steps(1), [], None)
     (run / "run.json").write_text(json.dumps(record(run) | changes))
 
@@ -344,6 +385,10 @@ def compiled_code_of_this_session(tmp_path_factory):
 def no_leftovers():
     """Fails a test that leaves a process behind, which would slow down every later test."""
     yield
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # the quick way to know that there is none
+        return
     children = [child for child in psutil.Process().children(recursive=True) if child.pid not in STAYING]
     for child in children:
         child.kill()

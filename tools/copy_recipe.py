@@ -11,6 +11,7 @@ and needs neither. The modules are found by reading the imports, including those
 """
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -18,7 +19,6 @@ import sys
 import tempfile
 import textwrap
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,13 +38,16 @@ PLAIN = {("single", "fp32"), ("single", "bf16"), ("ddp", "fp32"), ("ddp", "bf16"
 NOT_PLAIN = {("diffusion", "ddp")}  # on CPUs, Accelerate wraps a model that is not trained in DDP, which refuses it
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> list[str]:
     """The dotted names of all imports in a Python file."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def modules(name: str, plain: bool) -> list[Path]:
@@ -60,20 +63,15 @@ def modules(name: str, plain: bool) -> list[Path]:
 
 def needed(recipe: Path, plain: bool = False) -> tuple[list[Path], set[str]]:
     """Returns (our files that `recipe` needs, packages that any of them imports). plain: without faithful."""
-    files: list[Path] = []
-    packages: set[str] = set()
-    queue = [recipe]
-    while queue:
-        path = queue.pop()
-        if path in files:
-            continue
-        files.append(path)
+    files, seen = [recipe], set()
+    for path in files:  # which grows
         for name in imports(path):
-            queue += modules(name, plain)
             package = name.split(".")[0]
-            if package not in {"shared", "faithful", "amp8"} | sys.stdlib_module_names:
-                packages.add(package)
-    return files, packages
+            if (key := name if package == "shared" else package) not in seen:
+                seen.add(key)
+                files += [file for file in modules(name, plain) if file not in files]
+    packages = {key.split(".")[0] for key in seen}
+    return files, packages - {"shared", "faithful", "amp8"} - sys.stdlib_module_names
 
 
 def pins(packages: set[str]) -> str:

@@ -329,7 +329,7 @@ assert list(Path(accelerator.logging_dir).glob("mine/events*"))
     )
 
 
-@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32", "zero2_bf16"])
+@pytest.mark.parametrize("config", ["ddp_fp32", "zero2_bf16"])
 @pytest.mark.parametrize("who", ["Accelerate divides", "the script divides", "two losses"])
 def test_the_loss_of_a_step_is_of_all_its_backward_passes(tmp_path, config, who):
     """As transformers' Trainer prints it, which divides the loss of each micro-batch before Accelerate sees it."""

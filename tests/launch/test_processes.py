@@ -163,14 +163,7 @@ def together(commands, env=None):
 
 
 @pytest.mark.parametrize(
-    ("count", "words"),
-    [
-        (2, ["ddp_bf16"]),
-        *(
-            pytest.param(count, words, marks=pytest.mark.slow)
-            for count, words in ((4, ["fsdp_bf16"]), (2, ["zero2_bf16"]), (2, ["ddp_bf16", "--max_restarts", "1"]))
-        ),
-    ],
+    ("count", "words"), [(4, ["ddp_bf16"]), (2, ["zero2_bf16"]), (2, ["ddp_bf16", "--max_restarts", "1"])]
 )
 def test_launches_at_the_same_moment_all_finish(tmp_path, count, words):
     runs = [tmp_path / str(number) for number in range(count)]

@@ -1,10 +1,10 @@
 """Who copies a recipe deletes the options that they do not need: its line, and what reads it in the recipe."""
 
 import ast
+import functools
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, edited, launched, record
@@ -19,6 +19,7 @@ BEST = {"load_best_model_at_end", "metric_for_best_model", "greater_is_better"} 
 KEPT = {"output_dir", "max_steps", "dataset", "sequence_length", "skip_long"}  # with which a training is short
 
 
+@functools.cache
 def own(page):
     """{option: (first line, last line, its default as code)} of the recipe's Arguments, or of Run."""
     [cls] = [node for node in ast.parse(page).body if getattr(node, "name", "") in ("Arguments", "Run")]
@@ -26,6 +27,7 @@ def own(page):
     return {node.target.id: (node.lineno, node.end_lineno, ast.unparse(node.value)) for node in fields}
 
 
+@functools.cache
 def without(page, names):
     """The recipe, or shared/args.py, without these options: `args.NAME` is the default instead."""
     lines, fields = page.splitlines(), own(page)
@@ -49,7 +51,7 @@ def deleted(recipe, names):
     assert defaults.keys() == set(names)
     if names & BEST:
         page = edited(page, ", accelerator, args)\n", ", accelerator)\n")
-    return in_place(without(page, names), defaults), without(base, names)
+    return in_place(without(page, frozenset(names)), defaults), without(base, frozenset(names))
 
 
 def reads(tree):
@@ -80,14 +82,18 @@ def test_shared_reads_no_option_behind_a_recipe():
     assert set(reads(ast.parse(planted))) == {"dropout", "freeze"}
 
 
+@functools.cache
+def runs(base):
+    exec(compile(base, "args.py", "exec"), {"__file__": "args.py"})
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_option_goes_alone(recipe):
     """The copy parses, knows all others, and nothing in the recipe asks for it."""
     fields = own(find.recipe(recipe).read_text())
     for name in fields.keys() | INHERITED:
         page, base = deleted(recipe, {name} if name not in BEST else BEST)
-        module = SimpleNamespace(__file__="args.py")
-        exec(compile(base, "args.py", "exec"), vars(module))
+        runs(base)
         assert name not in own(page) | own(base) and len(own(page)) + len(own(base)) < len(fields) + len(INHERITED)
         assert name not in {node.attr for node in ast.walk(ast.parse(page)) if isinstance(node, ast.Attribute)
                             and ast.unparse(node.value) == "args"}  # fmt: skip

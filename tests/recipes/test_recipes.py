@@ -210,24 +210,6 @@ def test_the_loss_is_the_mean_over_all_tokens_whatever_the_processes(ragged, tmp
     assert max(row.get("grad_norm", 0) for row in metrics(one)) > 0.5  # clipping was at work
 
 
-@pytest.mark.slow
-def test_the_parity_can_fail(ragged, tmp_path):
-    """The mean of the micro-batches' means is another loss if sequences differ in length: the test above can fail."""
-
-    def own_means(rank):
-        mean_count = text.Text.mean_count
-
-        def of_this_micro_batch(self, indices):
-            return mean_count(self, indices[rank * 8 : rank * 8 + 8])
-
-        text.Text.mean_count = of_this_micro_batch
-
-    argv = ("--dataset", ragged, *FP64)
-    one = train("single_fp32", tmp_path / "one", *argv, *batches(16, 1), name="gpt")
-    two = train("ddp_fp32", tmp_path / "two", *argv, *batches(8, 1), name="gpt", before=own_means)
-    assert distance(one, two) > 1e-6
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_token_is_a_label_once(tmp_path, packing):
     documents = ["The first.", "", "Second, a longer one: äöü 汉字 \U0001f600.", "x" * 40]

@@ -370,10 +370,9 @@ def test_an_optimizer_that_needs_more_than_flat_parts_is_refused(tmp_path, scrip
     assert log.count("refused: ") == 1 and says in log and "use a ddp or fsdp config" in log
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_recipes_muon_is_refused(tmp_path, stage):
-    train(f"zero{stage}_bf16", tmp_path / "run", *STEPS, "--optimizer", "muon", code=2)
-    says = f"under zero{stage} each process updates a flat part of the weights, and Muon is not known to update each"
+def test_the_recipes_muon_is_refused(tmp_path):
+    train("zero3_bf16", tmp_path / "run", *STEPS, "--optimizer", "muon", code=2)
+    says = "under zero3 each process updates a flat part of the weights, and Muon is not known to update each"
     assert says in (tmp_path / "run.log").read_text()
 
 

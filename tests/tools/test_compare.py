@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, alive, metrics, record, train
 
 from shared.args import Refused
-from tools import compare, find, judge, paired, report, tokens
+from tools import compare, find, judge, page, paired, report, tokens
 from tools.records import read
 
 PICTURES = 9  # differences in two metrics, of the loss over the steps twice, three curves, speed, memory
@@ -39,6 +39,12 @@ def runs(tmp_path_factory):
         seeded(folder / "real-o2", folder / f"o2-{seed}", seed, luck * own * 1.03)
         seeded(folder / "real", folder / f"hot-{seed}", seed, luck * own * 1.5, args__learning_rate=2e-2)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn(monkeypatch):
+    """A report takes a second to draw. The one of `full`, made before a test begins, has its pictures."""
+    monkeypatch.setattr(page, "svg", lambda *_: "")
 
 
 def seeded(run, to, seed, factor, **changes):

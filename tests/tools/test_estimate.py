@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CONFIGS, ROOT, SCRIPTS, edited, launched, record, train
+from test_recipes import preferred
 from torch import nn
 
 from faithful import __main__ as door
@@ -232,11 +233,11 @@ def test_a_tracing_is_made_once_for_all_configs_that_share_it():
     assert len({key for keys in wanted.values() for key in keys}) < 28  # of 71 configs
 
 
-def test_a_trace_leaves_what_it_replaces_as_it_was(vit, seen):
+def test_a_trace_leaves_what_it_replaces_as_it_was(tmp_path):
     """What runs in the same process after an estimate would otherwise train on a reference of zeros."""
     before = [getattr(part, name) for part, name in tracing.INSTEAD]
     recipe = tracing.load(ROOT / "recipes" / "dpo.py")
-    of(recipe, {}, "single_bf16")
+    of(recipe, {}, "single_bf16", "--dataset", preferred(tmp_path), "--sequence_length", 80)
     assert [getattr(part, name) for part, name in tracing.INSTEAD] == before
     assert not set(before) & set(tracing.INSTEAD.values()) and dpo.reference in before
 
