@@ -225,7 +225,7 @@ def config_of(name, folder):
     return folder / f"{name}.yml"
 
 
-CASES = ["zero1_fp32", "zero2_fp32", "zero3_fp32", "zero3_bf16"]
+CASES = [f"zero{stage}_{precision}" for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
 
 
 @functools.cache
