@@ -11,6 +11,24 @@ from faithful.tensors.names import parameters_of, plain_names, unwrapped
 ShapeOf = Callable[[nn.Parameter], torch.Size]  # the shape of a whole parameter, of which a process may hold a shard
 
 
+class Hook:
+    """A forward hook of ours. A copy or a pickle of its module has one that does nothing: else `copy.deepcopy(model)`,
+    for an average of its weights, would copy what the hook is a method of: optimizers, trackers, DDP."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (nothing,)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 def kind(module: nn.Module) -> str:
     """`<package>.<class>` of a module, such as torchao.Float8Linear. Skips the class FSDP<Name> that FSDP2 adds."""
     cls = next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))

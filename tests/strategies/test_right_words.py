@@ -1,5 +1,7 @@
 """What plain torch trains and an engine cannot: each is refused in one line, with its own reason, or trains."""
 
+import abc
+import copy
 import sys
 from functools import partial
 
@@ -54,9 +56,19 @@ class Net(nn.Module):
         return self.head(x + (self.tower if tower else self.other)(x) if tower is not None else x)
 
 
+class WithoutTokens(Net):
+    def get_input_embeddings(self):
+        """As transformers' Segformer."""
+        raise NotImplementedError
+
+
+class LayoutOfABC(abc.ABC, Net):
+    """As GLiNER's classes: Python does not let it become a class with another first base."""
+
+
 def built(what):
     set_seed(0)
-    model = Net(what)
+    model = {"abc": LayoutOfABC, "no_tokens": WithoutTokens}.get(what, Net)(what)
     if what == "other_strides":
         model.conv.to(memory_format=torch.channels_last)
         model.tower.weight = nn.Parameter(model.tower.weight.detach().t().contiguous().t())
@@ -83,9 +95,17 @@ def script(what):
         LlamaForCausalLM.from_pretrained(f"{sys.argv[2]}-tiny", distributed_config=DistributedConfig(tp_size=2))
     if what == "sharded":
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.data, init_device_mesh("cpu", (2,))))
+    if what == "apart":  # as the optimizers of pytorch-custom-utils
+        accelerator.prepare(optimizer)
+    if what == "second":  # as k-diffusion's average of the weights
+        accelerator.prepare(model, copy.deepcopy(model), optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if what == "averaged":
         AveragedModel(model)
+    if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
+        copy.deepcopy(accelerator.unwrap_model(model))(torch.arange(8), True)
+    if what == "one_cycle":
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
     for step in range(STEPS):
         ids = torch.arange(8) + 8 * (step + accelerator.process_index)
         tower = what != "swapped" or accelerator.is_main_process
@@ -138,6 +158,16 @@ ROWS = [
     ("fsdp_bf16", "averaged", COPY),
     ("zero2_bf16", "averaged", COPY),
     ("zero3_bf16", "averaged", COPY),
+    ("ddp_bf16", "copied", TRAINS),
+    ("ddp_fp8", "copied", TRAINS),
+    ("fsdp_bf16", "abc", "FSDP2 gives LayoutOfABC a class of its own, for which Python needs nn.Module as the first"),
+    ("ddp_bf16", "abc", TRAINS),
+    ("fsdp_bf16", "no_tokens", TRAINS),
+    ("zero2_bf16", "one_cycle", TRAINS),
+    ("zero3_bf16", "one_cycle", TRAINS),
+    ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
+    ("zero2_bf16", "copied", COPY),
+    ("zero2_bf16", "second", "zero2 trains one model, the script prepares several"),
     ("ddp_fp32", "orthogonal", TRAINS),
     ("ddp_fp8_msamp_o3", "other_strides", TRAINS),
     ("fsdp_fp32", "orthogonal", "that torch's shards do not have (aten.eye"),
