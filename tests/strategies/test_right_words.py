@@ -126,6 +126,13 @@ def script(what):
             accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+    state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
+    if what == "saved":  # as k-diffusion does
+        accelerator.save({"model": state, "steps": STEPS}, file)
+        saved, whole = accelerator.is_main_process and torch.load(file)["model"], accelerator.get_state_dict(model)
+        assert not saved or all(torch.equal(saved[name], whole[name]) for name in whole)
+    if what == "saved_alone" and accelerator.is_main_process:
+        torch.save(state, file)
     accelerator.save_model(model, f"{sys.argv[2]}/model")
     accelerator.end_training()
 
@@ -163,6 +170,9 @@ ROWS = [
     ("fsdp_bf16", "abc", "FSDP2 gives LayoutOfABC a class of its own, for which Python needs nn.Module as the first"),
     ("ddp_bf16", "abc", TRAINS),
     ("fsdp_bf16", "no_tokens", TRAINS),
+    ("fsdp_bf16", "saved", TRAINS),
+    ("fsdp_fp8_msamp_o2", "saved", TRAINS),
+    ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save with sharded tensors"),
     ("zero2_bf16", "one_cycle", TRAINS),
     ("zero3_bf16", "one_cycle", TRAINS),
     ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
