@@ -65,7 +65,7 @@ class FP8Layers:
     def share(self, shape_of: ShapeOf, outside: Collection[nn.Module] = ()) -> float:
         """The fraction of the model's parameters that is in the layers. outside: layers that are left out."""
         inside = self.parameters(outside)
-        sizes = {p: shape_of(p).numel() for p in self.model.parameters()}
+        sizes = {p: shape_of(p).numel() for p in nn.Module.parameters(self.model)}
         return sum(sizes[p] for p in inside) / max(1, sum(sizes.values()))
 
     def large_outside(self, shape_of: ShapeOf) -> list[dict[str, Any]]:
@@ -74,6 +74,6 @@ class FP8Layers:
         convolutions."""
         inside = self.parameters()
         shapes = {name: shape_of(p) for name, p in parameters_of(self.model) if self.any and p not in inside}
-        whole = sum(shape_of(p).numel() for p in self.model.parameters())
+        whole = sum(shape_of(p).numel() for p in nn.Module.parameters(self.model))
         large = {name: shape for name, shape in shapes.items() if len(shape) > 2 and shape.numel() > whole / 20}
         return [{"name": name, "share": round(shape.numel() / whole, 4)} for name, shape in large.items()]

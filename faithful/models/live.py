@@ -26,7 +26,7 @@ class Live:
 
     def __init__(self, strategy: "Strategy", model: nn.Module, note: Callable[[str], None]) -> None:
         self.strategy, self.model, self.note = strategy, model, note
-        self.parameters = list(model.parameters())
+        self.parameters = list(nn.Module.parameters(model))
         self.trainable = self.requires_grad()
         self.dtypes: list[torch.dtype] = []
         self.takes_part(self.parameters)

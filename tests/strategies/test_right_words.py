@@ -62,13 +62,19 @@ class WithoutTokens(Net):
         raise NotImplementedError
 
 
+class OwnParameters(Net):
+    def parameters(self):
+        """As magvit2-pytorch's, which leaves out what another optimizer trains."""
+        return list(self.head.parameters())
+
+
 class LayoutOfABC(abc.ABC, Net):
     """As GLiNER's classes: Python does not let it become a class with another first base."""
 
 
 def built(what):
     set_seed(0)
-    model = {"abc": LayoutOfABC, "no_tokens": WithoutTokens}.get(what, Net)(what)
+    model = {"abc": LayoutOfABC, "no_tokens": WithoutTokens, "own": OwnParameters}.get(what, Net)(what)
     if what == "other_strides":
         model.conv.to(memory_format=torch.channels_last)
         model.tower.weight = nn.Parameter(model.tower.weight.detach().t().contiguous().t())
@@ -83,7 +89,7 @@ def script(what):
     kwargs = DistributedDataParallelKwargs(find_unused_parameters=what in ("parts_found", "swapped"))
     accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=[kwargs])
     model, weight = built(what), nn.Parameter(torch.zeros(1))
-    trained = [*model.parameters(), *([weight] if what == "loss" else [])]
+    trained = [*nn.Module.parameters(model), *([weight] if what == "loss" else [])]
     # MS-AMP's levels take no other
     optimizer = torch.optim.AdamW(trained) if accelerator.plan.level else torch.optim.SGD(trained, lr=0.1)
     if what == "transformers_shards":
@@ -170,6 +176,7 @@ ROWS = [
     ("fsdp_bf16", "abc", "FSDP2 gives LayoutOfABC a class of its own, for which Python needs nn.Module as the first"),
     ("ddp_bf16", "abc", TRAINS),
     ("fsdp_bf16", "no_tokens", TRAINS),
+    ("single_fp8_msamp_o2", "own", TRAINS),
     ("fsdp_bf16", "saved", TRAINS),
     ("fsdp_fp8_msamp_o2", "saved", TRAINS),
     ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save with sharded tensors"),
