@@ -81,12 +81,12 @@ class FSDP(Strategy):
         return None
 
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
-        those of process 0 are sent to all where the config says it and they differ."""
+        """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, and
+        HSDP's groups would train apart, so those of process 0 are sent to all where they differ, as under DDP."""
         plan = self.plan
         guard.refuse_complex(model, "FSDP2")
         guard.refuse_sparse(model, "FSDP2")
-        if plan.sync_module_states and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
+        if not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], session.device)
         if trained := ignored_and_trained(plan, model):
             raise Refused(

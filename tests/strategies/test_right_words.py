@@ -89,6 +89,9 @@ def script(what):
     kwargs = DistributedDataParallelKwargs(find_unused_parameters=what in ("parts_found", "swapped"))
     accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=[kwargs])
     model, weight = built(what), nn.Parameter(torch.zeros(1))
+    if what == "seeds":  # as k-diffusion, whose processes have a seed each
+        nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator().manual_seed(accelerator.process_index))
+        first = model.head.weight.detach().clone()
     trained = [*nn.Module.parameters(model), *([weight] if what == "loss" else [])]
     # MS-AMP's levels take no other
     optimizer = torch.optim.AdamW(trained) if accelerator.plan.level else torch.optim.SGD(trained, lr=0.1)
@@ -106,6 +109,9 @@ def script(what):
     if what == "second":  # as k-diffusion's average of the weights
         accelerator.prepare(model, copy.deepcopy(model), optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if what == "seeds":
+        weights = accelerator.get_state_dict(model)
+        assert not accelerator.is_main_process or torch.equal(weights["head.weight"], first)
     if what == "averaged":
         AveragedModel(model)
     if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
@@ -176,6 +182,7 @@ ROWS = [
     ("fsdp_bf16", "abc", "FSDP2 gives LayoutOfABC a class of its own, for which Python needs nn.Module as the first"),
     ("ddp_bf16", "abc", TRAINS),
     ("fsdp_bf16", "no_tokens", TRAINS),
+    ("fsdp_bf16", "seeds", TRAINS),
     ("single_fp8_msamp_o2", "own", TRAINS),
     ("fsdp_bf16", "saved", TRAINS),
     ("fsdp_fp8_msamp_o2", "saved", TRAINS),
