@@ -28,7 +28,7 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     layers = state.layers.values()
     weights = [layer.parameter for layer in layers]
     ids = {id(weight) for weight in weights}
-    others = [parameter for parameter in root.parameters() if id(parameter) not in ids]
+    others = [parameter for parameter in nn.Module.parameters(root) if id(parameter) not in ids]
     in_fp32 = sum(gradient.fp32_bytes() for gradient in state.gradients)
     masters = [tensor for layer in layers if layer.master is not None for tensor in (layer.master, layer.master_scale)]
     linear: dict[str, float] = {
@@ -43,7 +43,7 @@ def report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         "master": 0,
         "optimizer": moments(optimizer, others),
     }
-    count = {"linear": sum(w.numel() for w in weights), "all": sum(p.numel() for p in root.parameters())}
+    count = {"linear": sum(w.numel() for w in weights), "all": sum(p.numel() for p in nn.Module.parameters(root))}
     sizes = {"linear": linear, "all": {key: linear[key] + rest[key] for key in linear}}
     for key, classes in sizes.items():
         classes["total"] = sum(classes.values())
@@ -87,7 +87,7 @@ def notes(state: State, root: nn.Module, hardware: bool, in_fp32: float) -> list
         found.append("O3 on one process takes 7 bytes per parameter where O2 takes 6: it pays with more ranks")
     if in_fp32:
         found.append(f"accumulating gradients in fp32 holds {in_fp32:.1f} more bytes per parameter")
-    size = sum(parameter.numel() for parameter in root.parameters())
+    size = sum(parameter.numel() for parameter in nn.Module.parameters(root))
     large = {name: p.numel() for name, p in root.named_parameters() if p.dim() > 2 and p.numel() > size / 20}
     if large:  # experts of a mixture, or another layer's weights: convolutions too
         shares = ", ".join(f"{name} ({numel / size:.0%})" for name, numel in large.items())

@@ -39,6 +39,8 @@ TABLE = {  # what is changed: why
     "DTensor.__setitem__, data, item, methods that change it":
         "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy, and item() would "
         "give the number of a part",
+    "torch:save":
+        "models/shards.py: of a sharded tensor it writes this process's part, and the others' would be lost",
     "torch.nn.Parameter.grad, register_post_accumulate_grad_hook, ds_status":
         "deepspeed/seen.py: under ZeRO .grad is empty after a backward pass, and so is a weight of stage 3 that is not "
         "in use; to use them raises an error",

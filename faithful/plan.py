@@ -54,7 +54,6 @@ class Plan:
     ignored_modules: str | None = None  # fsdp, hsdp: those that are not sharded, as a regular expression
     clip: float | None = None  # zero: the norm to which the config clips gradients
     ram_efficient: bool = False  # fsdp, hsdp, zero3: only process 0 builds models with their weights
-    sync_module_states: bool = False  # all processes start with the weights of process 0, whatever they have built
     notes: list[str] = dataclasses.field(default_factory=list)  # what runs otherwise than the config's words say
 
     @property
@@ -145,7 +144,6 @@ def made_of(settings: Settings, here: Machine, config: str | None, notes: list[s
         ignored_modules=fsdp.ignored_modules,
         clip=settings.deepspeed.clip,
         ram_efficient=settings.ram_efficient,
-        sync_module_states=fsdp.sync_module_states,
         notes=notes,
     )
 

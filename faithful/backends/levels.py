@@ -73,7 +73,7 @@ class MSAMP(GradientsElsewhere, Backend):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, prepared: set[int]
     ) -> list[tuple[str, str]]:
         """Replaces the optimizer inside Accelerate's wrapper by amp8's."""
-        its_own = set(map(id, model.parameters()))
+        its_own = set(map(id, nn.Module.parameters(model)))
         if (parameter_ids(optimizer) - its_own) & prepared:
             raise Refused(
                 f"one optimizer updates two models, and MS-AMP's {str(self.plan.level).upper()} needs one for "

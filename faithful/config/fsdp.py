@@ -25,7 +25,6 @@ class FSDP:
     activation_checkpointing: bool = False
     checkpoints_on_host: bool = False  # what blocks compute again from waits in the host's memory
     ram_efficient: bool = False  # only process 0 builds models with their weights
-    sync_module_states: bool = False  # all processes start with the weights of process 0
     without_effect: list[str] = field(default_factory=list)  # keys that are set, and that FSDP2 has nothing for
 
     @property
@@ -72,7 +71,6 @@ def parse(env: Mapping[str, str]) -> FSDP:
         activation_checkpointing=flag(env, "fsdp_activation_checkpointing"),
         checkpoints_on_host=flag(env, "fsdp_activation_checkpointing_offload"),
         ram_efficient=ram_efficient,
-        sync_module_states=ram_efficient or (version == "1" and flag(env, "fsdp_sync_module_states", True)),
         without_effect=[key for key, is_on in without_effect.items() if is_on],
     )
 

@@ -99,7 +99,7 @@ TABLE: dict[str, tuple[Key, ...]] = {
         fsdp("activation_checkpointing", "bool", False),
         fsdp("activation_checkpointing_offload", "bool", False),
         fsdp("cpu_ram_efficient_loading", "bool", True),
-        fsdp("sync_module_states", "bool", True),
+        fsdp("sync_module_states", "bool", True, "a check: process 0 sends its weights in any case"),
         fsdp("use_orig_params", "bool", True, "a note"),
         fsdp("forward_prefetch", "bool", False, "a note"),
         fsdp("backward_prefetch", reader="a note"),

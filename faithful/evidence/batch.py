@@ -6,6 +6,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
+from faithful.models.layers import Hook
 from faithful.plan import Plan
 from faithful.tensors.names import sum_of_sample_hashes, tensors_of
 
@@ -15,7 +16,7 @@ class FirstBatch:
 
     def __init__(self, model: nn.Module) -> None:
         self.samples = self.hashes = 0
-        self.hook = model.register_forward_pre_hook(self.see, prepend=True, with_kwargs=True)
+        self.hook = model.register_forward_pre_hook(Hook(self.see), prepend=True, with_kwargs=True)
 
     def see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]

@@ -18,7 +18,7 @@ from faithful.backends.base import Backend
 from faithful.backends.linear import in_fp8
 from faithful.errors import Refused
 from faithful.models.blocks import by_compiler
-from faithful.models.layers import FP8Layers, linear_names
+from faithful.models.layers import FP8Layers, Hook, linear_names
 from faithful.strategies.base import Strategy
 from faithful.tensors.names import elements, fingerprint, parameters_of, size, unwrapped
 
@@ -47,7 +47,7 @@ class Calls:
         self.layers = layers
         self.called: set[nn.Module] = set()
         self.in_fp8: set[nn.Module] = set()
-        self.hooks = [] if compiled else [m.register_forward_pre_hook(self.see) for m in self.layers.values()]
+        self.hooks = [] if compiled else [m.register_forward_pre_hook(Hook(self.see)) for m in self.layers.values()]
         self.compiled = compiled
 
     def see(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -116,7 +116,7 @@ class Evidence:
             inside = (module for name, module in unwrapped(model).named_modules() if name)
             first_linear = next((module for module in inside if isinstance(module, torch.nn.Linear)), None)
             if first_linear is not None:
-                self.hook = first_linear.register_forward_hook(self.see_output)
+                self.hook = first_linear.register_forward_hook(Hook(self.see_output))
 
     def refuse_what_is_not_there(self, layers: Layers) -> None:
         plan, record, skipped = self.plan, self.record, layers.skipped

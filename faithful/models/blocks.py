@@ -22,9 +22,17 @@ def name_blocks(model: nn.Module) -> None:
     classes = {type(module).__name__ for module in model.modules()}
     named = [name for name in getattr(model, "_no_split_modules", None) or () if name in classes]
     # Accelerate shards the embedding separately: a block that contains it (BertEmbeddings) would be sharded twice.
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    embedding = embedding_of(model)
     holders = {type(m).__name__ for m in model.modules() if embedding is not None and embedding in m.modules()}
     vars(model)["_no_split_modules"] = [name for name in named if name not in holders] or repeated(model)
+
+
+def embedding_of(model: nn.Module) -> nn.Module | None:
+    """The model's embedding of tokens, or None. Some of transformers' models of images, as Segformer, raise instead."""
+    try:
+        return getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
 
 
 def block_names(model: nn.Module) -> list[str] | None:

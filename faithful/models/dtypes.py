@@ -41,7 +41,7 @@ def train_in_fp32(strategy: "Strategy", models: Iterable[nn.Module]) -> str | No
     """Puts what would train in 16 bit into fp32. Returns a note of it, or None. Raises Refused if the config cannot
     train it as it is and the launch says to keep it."""
     plan, models = strategy.plan, list(models)
-    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for model in models for parameter in nn.Module.parameters(model) if parameter.requires_grad]
     if torch.float64 in dtypes_of(trained):
         if plan.device == "mps":
             raise Refused("the model's parameters are in float64, which MPS does not have: build the model in fp32")
@@ -50,7 +50,7 @@ def train_in_fp32(strategy: "Strategy", models: Iterable[nn.Module]) -> str | No
                 f"the model's parameters are in float64, and {plan.precision} needs them in fp32: build the model in "
                 "fp32, or use an fp32 config"
             )
-    found = [(model, in_16_bit(model.parameters())) for model in models]
+    found = [(model, in_16_bit(nn.Module.parameters(model))) for model in models]
     parameters = [parameter for _, of_model in found for parameter in of_model]
     if not parameters or strategy.keeps_masters:
         return None
@@ -86,7 +86,7 @@ def buffers_in_fp32(model: nn.Module, changed: set[int]) -> int:
     model has no other parameters in 16 bit. changed: ids. Returns the bytes that they take more."""
     if not changed:
         return 0
-    some = any(parameter.dtype in HALVES for parameter in model.parameters())
+    some = any(parameter.dtype in HALVES for parameter in nn.Module.parameters(model))
     modules = [m for m in model.modules() if not some or changed & set(map(id, m._parameters.values()))]
     buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
     return sum(in_fp32(buffer) for buffer in buffers if buffer.dtype in HALVES)

@@ -11,6 +11,24 @@ from faithful.tensors.names import parameters_of, plain_names, unwrapped
 ShapeOf = Callable[[nn.Parameter], torch.Size]  # the shape of a whole parameter, of which a process may hold a shard
 
 
+class Hook:
+    """A forward hook of ours. A copy or a pickle of its module has one that does nothing: else `copy.deepcopy(model)`,
+    for an average of its weights, would copy what the hook is a method of: optimizers, trackers, DDP."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (nothing,)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 def kind(module: nn.Module) -> str:
     """`<package>.<class>` of a module, such as torchao.Float8Linear. Skips the class FSDP<Name> that FSDP2 adds."""
     cls = next(cls for cls in type(module).__mro__ if not cls.__name__.startswith("FSDP"))
@@ -47,7 +65,7 @@ class FP8Layers:
     def share(self, shape_of: ShapeOf, outside: Collection[nn.Module] = ()) -> float:
         """The fraction of the model's parameters that is in the layers. outside: layers that are left out."""
         inside = self.parameters(outside)
-        sizes = {p: shape_of(p).numel() for p in self.model.parameters()}
+        sizes = {p: shape_of(p).numel() for p in nn.Module.parameters(self.model)}
         return sum(sizes[p] for p in inside) / max(1, sum(sizes.values()))
 
     def large_outside(self, shape_of: ShapeOf) -> list[dict[str, Any]]:
@@ -56,6 +74,6 @@ class FP8Layers:
         convolutions."""
         inside = self.parameters()
         shapes = {name: shape_of(p) for name, p in parameters_of(self.model) if self.any and p not in inside}
-        whole = sum(shape_of(p).numel() for p in self.model.parameters())
+        whole = sum(shape_of(p).numel() for p in nn.Module.parameters(self.model))
         large = {name: shape for name, shape in shapes.items() if len(shape) > 2 and shape.numel() > whole / 20}
         return [{"name": name, "share": round(shape.numel() / whole, 4)} for name, shape in large.items()]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from faithful.models import dtypes
+from faithful.models.layers import Hook
 
 if TYPE_CHECKING:
     from faithful.strategies.base import Strategy
@@ -25,11 +26,11 @@ class Live:
 
     def __init__(self, strategy: "Strategy", model: nn.Module, note: Callable[[str], None]) -> None:
         self.strategy, self.model, self.note = strategy, model, note
-        self.parameters = list(model.parameters())
+        self.parameters = list(nn.Module.parameters(model))
         self.trainable = self.requires_grad()
         self.dtypes: list[torch.dtype] = []
         self.takes_part(self.parameters)
-        model.register_forward_pre_hook(self.before_forward, prepend=True)
+        model.register_forward_pre_hook(Hook(self.before_forward), prepend=True)
 
     def requires_grad(self) -> list[bool]:
         with torch._C.DisableTorchFunctionSubclass():  # a weight of MS-AMP's levels would run Python for it

@@ -16,8 +16,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from faithful import patches
 from faithful.errors import Refused
+from faithful.launch import rank_sync
 from faithful.models.averages import like
-from faithful.tensors.names import by_mesh
+from faithful.tensors.names import by_mesh, tensors_of
 
 ROW = "DTensor.__setitem__, data, item, methods that change it"
 OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
@@ -35,9 +36,28 @@ def take_writes() -> None:
     for name, value in (ours | {name: changing(name) for name in names}).items():
         setattr(DTensor, name, value)
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
+    patches.replace("torch:save", functools.partial(saved_by_all, torch.save))
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[NUMBER] = number_of_all
     patches.undo_with(ROW, lambda: handlers.pop(NUMBER, None))
+
+
+def saved_by_all(save: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
+    """torch.save, which writes this process's part of a DTensor: fine where each process has a file of its own."""
+    has_shards(obj, "torch.save")
+    save(obj, *args, **kwargs)
+
+
+def has_shards(obj: object, call: str) -> bool:
+    """Whether there are DTensors in what `call` writes. Raises Refused if the main process alone calls it."""
+    if not any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
+        return False
+    if not rank_sync.all_ranks_called(call, needed=True):
+        raise Refused(
+            f"the main process alone calls {call} with sharded tensors, of which each process holds a part: on all of "
+            "them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model"
+        )
+    return True
 
 
 def changes(name: str) -> bool:

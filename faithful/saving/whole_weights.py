@@ -16,10 +16,14 @@ import torch
 from accelerate.state import PartialState
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import launcher, rank_sync
+from faithful.models.shards import has_shards
+from faithful.strategies.base import whole_tensor
 from faithful.tensors.names import parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
@@ -49,6 +53,18 @@ def need_all(strategy: "Strategy", model: nn.Module) -> None:
             "the main process alone asks for the weights, but each process holds a part of them: call "
             "get_state_dict or save_model on all of them"
         )
+
+
+def whole(obj: Any, keep: bool) -> Any:
+    """`obj` with whole tensors in place of shards. Every process calls it. keep: whether this one writes them."""
+    if not has_shards(obj, "accelerator.save"):
+        return obj
+
+    def gathered(shard: DTensor) -> torch.Tensor | None:
+        tensor = whole_tensor(shard)
+        return tensor.cpu() if keep else None
+
+    return tree_map_only(DTensor, gathered, obj)
 
 
 def of_fp8(name: str) -> bool:

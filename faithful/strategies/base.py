@@ -288,15 +288,18 @@ class GradientsElsewhere(abc.ABC):
         """The norm of the gradients of a prepared optimizer in a step in which they are not clipped."""
 
 
+def autocast_of(session: Session) -> torch.autocast:
+    """Of a plan in 16 bit or FP8."""
+    dtype, handler = torch.float16 if session.plan.precision == "fp16" else torch.bfloat16, session.autocast
+    return torch.autocast(session.device.type, dtype, **(handler.to_kwargs() if handler else {}))
+
+
 def compute_in_autocast(session: Session, model: nn.Module) -> None:
     """What Accelerate does under DDP: `model.forward` gets its inputs as they are, computes under autocast, and returns
     fp32."""
-    precision, handler = session.plan.precision, session.autocast
-    if precision == "fp32":
+    if session.plan.precision == "fp32":
         return
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    autocast = torch.autocast(session.device.type, dtype, **(handler.to_kwargs() if handler else {}))
-    forward = model.forward
+    autocast, forward = autocast_of(session), model.forward
     model._original_forward = forward  # pyrefly: ignore[bad-argument-type]  Accelerate's unwrap_model returns to it
     if isinstance(forward, MethodType):
         model.forward = MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), model)

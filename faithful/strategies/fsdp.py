@@ -21,7 +21,7 @@ from faithful import patches
 from faithful.checkpoint import rows
 from faithful.errors import Refused
 from faithful.models import averages, batch_norm, meta_init, shards
-from faithful.models.blocks import CONTAINERS, block_names, name_blocks
+from faithful.models.blocks import CONTAINERS, block_names, embedding_of, name_blocks
 from faithful.strategies import gathered, guard
 from faithful.strategies.base import (
     Accelerates,
@@ -29,6 +29,7 @@ from faithful.strategies.base import (
     Saved,
     Session,
     Strategy,
+    autocast_of,
     compile_for_this_rank,
     compute_in_autocast,
     mixes_shards,
@@ -80,12 +81,12 @@ class FSDP(Strategy):
         return None
 
     def before_prepare(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, so
-        those of process 0 are sent to all where the config says it and they differ."""
+        """Names the blocks, which FSDP2 gathers one by one. FSDP2 shards the weights that each process has built, and
+        HSDP's groups would train apart, so those of process 0 are sent to all where they differ, as under DDP."""
         plan = self.plan
         guard.refuse_complex(model, "FSDP2")
         guard.refuse_sparse(model, "FSDP2")
-        if plan.sync_module_states and not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
+        if not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], session.device)
         if trained := ignored_and_trained(plan, model):
             raise Refused(
@@ -197,6 +198,12 @@ class FSDP(Strategy):
                 f"torch.autograd.grad asks for gradients of shards, and under {self.plan.strategy} the graph holds the "
                 "gathered weights: call accelerator.backward(loss), then use .grad, or use a ddp config"
             )
+        if layout := re.search(r"object layout differs from '(\w+)'", error):
+            return Refused(
+                f"FSDP2 gives {layout[1]} a class of its own, for which Python needs nn.Module as the first base: "
+                f"write class {layout[1]}(nn.Module, ...), with ABC or Generic behind it, here or in its base, or use "
+                "a ddp or zero config"
+            )
         if "save_only_model option is not compatible" in error:
             return Refused(
                 "transformers' save_only_model=True needs whole weights in its checkpoints: set fsdp_state_dict_type: "
@@ -304,6 +311,8 @@ def shard(
     compute_in_autocast(session, model)
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
     if hasattr(model, "generate"):  # of transformers: it calls an encoder outside the model's forward pass
+        if plan.precision != "fp32":
+            model.generate = autocast_of(session)(model.generate)
         register_fsdp_forward_method(model, "generate")
     return model
 
@@ -361,11 +370,12 @@ def by_size(plugin: "FullyShardedDataParallelPlugin", model: nn.Module, least: i
 def embedding_in_the_root(model: nn.Module, always: bool) -> Iterator[None]:
     """Accelerate shards the embedding, and the head with the last norm, as units; if they are tied, all as one. FSDP2
     refuses that if a third module has the same weight, as in T5. Then Accelerate is told of no embedding, and the
-    weight belongs to the root's unit. always: the config says the units, and these are not among them."""
-    weight = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
+    weight belongs to the root's unit; likewise for a model that has none. always: the config says the units, and these
+    are not among them."""
+    weight = getattr(embedding_of(model), "weight", None)
     places = sum(parameter is weight for module in model.modules() for parameter in module._parameters.values())
-    tied = weight is not None and places > 2
-    hidden = ("get_input_embeddings", "get_output_embeddings") if tied or always else ()
+    none = weight is None or places > 2
+    hidden = ("get_input_embeddings", "get_output_embeddings") if none or always else ()
     for name in hidden:
         setattr(model, name, lambda: None)
     if always:  # Accelerate looks for the last norm in this attribute

@@ -33,8 +33,8 @@ class PreparedModel:
         self.evidence: Evidence | None = None
         self.live: Live | None = None  # with `evidence`
         self.first_batch: FirstBatch | None = None  # of the first model of a run
-        self.parameters = set(map(id, model.parameters()))
-        self.dtypes = dtypes.dtypes_of(model.parameters())
+        self.parameters = set(map(id, nn.Module.parameters(model)))
+        self.dtypes = dtypes.dtypes_of(nn.Module.parameters(model))
 
     def is_of(self, model: nn.Module) -> bool:
         return unwrapped(model) is unwrapped(self.model)
@@ -51,10 +51,10 @@ class PreparedModel:
         if self.evidence:
             backend.another_optimizer(self.model, optimizer)
         elif self.layers:
-            dtypes.refuse_cast(strategy, list(self.model.parameters()), self.dtypes)
+            dtypes.refuse_cast(strategy, list(nn.Module.parameters(self.model)), self.dtypes)
             engine = strategy.after_prepare(self.model, optimizer)
             self.layers.skipped += backend.after_prepare(self.model, optimizer, prepared)
-            self.parameters = set(map(id, self.model.parameters()))
+            self.parameters = set(map(id, nn.Module.parameters(self.model)))
             self.evidence = Evidence(strategy, backend, self.model, self.optimizers, self.layers)
             self.live = Live(strategy, self.model, note)
         return engine
@@ -64,7 +64,7 @@ def trains(argument: object) -> TypeGuard[nn.Module]:
     """Whether an argument of `prepare` is a model that is not prepared yet and has trainable parameters."""
     if not isinstance(argument, nn.Module) or getattr(argument, "_is_accelerate_prepared", False):
         return False
-    return any(parameter.requires_grad for parameter in argument.parameters())
+    return any(parameter.requires_grad for parameter in nn.Module.parameters(argument))
 
 
 def convert(
@@ -73,7 +73,7 @@ def convert(
     """Converts a model in place as planned. Returns its Layers before the conversion."""
     if not strategy.has_split(model):
         guard.refuse_shards(model, session.plan.strategy)
-    of_model = set(map(id, model.parameters()))
+    of_model = set(map(id, nn.Module.parameters(model)))
     optimizer = next((candidate for candidate in optimizers if parameter_ids(candidate) & of_model), None)
     layers = Layers(backend, model, set().union(*map(parameter_ids, optimizers)))
     strategy.before_prepare(session, model, optimizer)

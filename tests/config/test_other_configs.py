@@ -310,7 +310,7 @@ def ours(tmp_path_factory):
 
 
 def test_processes_that_built_different_weights_start_with_those_of_the_first(tmp_path):
-    """FSDP1 sends the weights of process 0 to all (fsdp_sync_module_states), FSDP2 does not."""
+    """As under DDP, also where fsdp_sync_module_states, of version 1, does not say it."""
 
     def unseeded():
         accelerator = Accelerator()

@@ -182,17 +182,17 @@ LINES = {
     "faithful/disk": 700,
     "faithful/evidence": 900,
     "faithful/launch": 1800,  # processes that use different parts of a model
-    "faithful/models": 950,  # meta_init.py, from loading/, which is gone
+    "faithful/models": 1000,  # torch.save of shards; hooks that a copy of a model does not have
     "faithful/saving": 1050,  # puts whole weights together for every strategy
     "faithful/scripts": 150,  # a Trainer's resume under tp
-    "faithful/strategies": 3250,  # deepspeed/sequence.py: a model's own loss over slices
+    "faithful/strategies": 3300,  # right words for what libraries of others do
     "faithful/tensors": 300,
     "faithful/training": 900,  # the same of the Accelerator
     "amp8": 4900,  # a weight that is plain again is refused in one line
     "tools": 7500,  # compare --budgets: tokens for the same loss, rows with options
     "shared": 2450,
-    "benchmarks": 5250,  # clients.py: examples of transformers
-    "tests": 36350,  # files of DeepSpeed that others wrote
+    "benchmarks": 5300,  # grid.py: cells of README without a config
+    "tests": 36500,  # what libraries, scripts and files of others do
     "recipes": 1150,  # embed.py, dpo.py
 }
 SPARE = 100  # more than this under a number, and the number is to be lowered

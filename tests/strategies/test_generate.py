@@ -62,3 +62,32 @@ def test_each_process_generates_as_before_prepare(tmp_path, config, make):
     for at in range(2):
         before, prepared, trained = json.loads(Path(f"{run}-{at}.json").read_text())
         assert prepared == before and trained != before
+
+
+def hears():
+    """What a rank runs: Whisper, whose generate() gives the encoder's convolutions a spectrogram in fp32."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    torch.manual_seed(0)
+    sizes = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("layers", 2), ("ffn_dim", 64))}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "begin_suppress_tokens": None}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    model = WhisperForConditionalGeneration(WhisperConfig(
+        vocab_size=64, d_model=32, max_source_positions=20, num_mel_bins=16, **sizes, **heads, **special))  # fmt: skip
+    sounds, labels = torch.randn(2, 16, 40), torch.randint(3, 60, (2, 6))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model.eval()
+        found = accelerator.unwrap_model(model).generate(sounds, min_new_tokens=4, max_new_tokens=4)
+        assert found.shape[0] == 2 and found.shape[1] in (4, 5)
+        model.train()
+        accelerator.backward(model(input_features=sounds, labels=labels).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16"])
+def test_generation_in_16_bit_takes_inputs_in_fp32(tmp_path, config):
+    train(config, tmp_path / "run", script=hears)

@@ -1,5 +1,7 @@
 """What plain torch trains and an engine cannot: each is refused in one line, with its own reason, or trains."""
 
+import abc
+import copy
 import sys
 from functools import partial
 
@@ -54,9 +56,25 @@ class Net(nn.Module):
         return self.head(x + (self.tower if tower else self.other)(x) if tower is not None else x)
 
 
+class WithoutTokens(Net):
+    def get_input_embeddings(self):
+        """As transformers' Segformer."""
+        raise NotImplementedError
+
+
+class OwnParameters(Net):
+    def parameters(self):
+        """As magvit2-pytorch's, which leaves out what another optimizer trains."""
+        return list(self.head.parameters())
+
+
+class LayoutOfABC(abc.ABC, Net):
+    """As GLiNER's classes: Python does not let it become a class with another first base."""
+
+
 def built(what):
     set_seed(0)
-    model = Net(what)
+    model = {"abc": LayoutOfABC, "no_tokens": WithoutTokens, "own": OwnParameters}.get(what, Net)(what)
     if what == "other_strides":
         model.conv.to(memory_format=torch.channels_last)
         model.tower.weight = nn.Parameter(model.tower.weight.detach().t().contiguous().t())
@@ -71,7 +89,10 @@ def script(what):
     kwargs = DistributedDataParallelKwargs(find_unused_parameters=what in ("parts_found", "swapped"))
     accelerator = Accelerator(project_dir=sys.argv[2], kwargs_handlers=[kwargs])
     model, weight = built(what), nn.Parameter(torch.zeros(1))
-    trained = [*model.parameters(), *([weight] if what == "loss" else [])]
+    if what == "seeds":  # as k-diffusion, whose processes have a seed each
+        nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator().manual_seed(accelerator.process_index))
+        first = model.head.weight.detach().clone()
+    trained = [*nn.Module.parameters(model), *([weight] if what == "loss" else [])]
     # MS-AMP's levels take no other
     optimizer = torch.optim.AdamW(trained) if accelerator.plan.level else torch.optim.SGD(trained, lr=0.1)
     if what == "transformers_shards":
@@ -83,9 +104,20 @@ def script(what):
         LlamaForCausalLM.from_pretrained(f"{sys.argv[2]}-tiny", distributed_config=DistributedConfig(tp_size=2))
     if what == "sharded":
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.data, init_device_mesh("cpu", (2,))))
+    if what == "apart":  # as the optimizers of pytorch-custom-utils
+        accelerator.prepare(optimizer)
+    if what == "second":  # as k-diffusion's average of the weights
+        accelerator.prepare(model, copy.deepcopy(model), optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if what == "seeds":
+        weights = accelerator.get_state_dict(model)
+        assert not accelerator.is_main_process or torch.equal(weights["head.weight"], first)
     if what == "averaged":
         AveragedModel(model)
+    if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
+        copy.deepcopy(accelerator.unwrap_model(model))(torch.arange(8), True)
+    if what == "one_cycle":
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
     for step in range(STEPS):
         ids = torch.arange(8) + 8 * (step + accelerator.process_index)
         tower = what != "swapped" or accelerator.is_main_process
@@ -106,6 +138,13 @@ def script(what):
             accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+    state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
+    if what == "saved":  # as k-diffusion does
+        accelerator.save({"model": state, "steps": STEPS}, file)
+        saved, whole = accelerator.is_main_process and torch.load(file)["model"], accelerator.get_state_dict(model)
+        assert not saved or all(torch.equal(saved[name], whole[name]) for name in whole)
+    if what == "saved_alone" and accelerator.is_main_process:
+        torch.save(state, file)
     accelerator.save_model(model, f"{sys.argv[2]}/model")
     accelerator.end_training()
 
@@ -138,6 +177,21 @@ ROWS = [
     ("fsdp_bf16", "averaged", COPY),
     ("zero2_bf16", "averaged", COPY),
     ("zero3_bf16", "averaged", COPY),
+    ("ddp_bf16", "copied", TRAINS),
+    ("ddp_fp8", "copied", TRAINS),
+    ("fsdp_bf16", "abc", "FSDP2 gives LayoutOfABC a class of its own, for which Python needs nn.Module as the first"),
+    ("ddp_bf16", "abc", TRAINS),
+    ("fsdp_bf16", "no_tokens", TRAINS),
+    ("fsdp_bf16", "seeds", TRAINS),
+    ("single_fp8_msamp_o2", "own", TRAINS),
+    ("fsdp_bf16", "saved", TRAINS),
+    ("fsdp_fp8_msamp_o2", "saved", TRAINS),
+    ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save with sharded tensors"),
+    ("zero2_bf16", "one_cycle", TRAINS),
+    ("zero3_bf16", "one_cycle", TRAINS),
+    ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
+    ("zero2_bf16", "copied", COPY),
+    ("zero2_bf16", "second", "zero2 trains one model, the script prepares several"),
     ("ddp_fp32", "orthogonal", TRAINS),
     ("ddp_fp8_msamp_o3", "other_strides", TRAINS),
     ("fsdp_fp32", "orthogonal", "that torch's shards do not have (aten.eye"),

@@ -113,6 +113,15 @@ class ZeRO(GradientsElsewhere, Strategy):
         return {"deepspeed_plugin": made}
 
     def real(self, session: Session, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        fresh = fresh_of(args)
+        if not fresh and self.engine is None and any(isinstance(each, torch.optim.Optimizer) for each in args):
+            self.need_both(None)
+        if len(fresh) + (self.engine is not None and bool(fresh)) > 1:
+            raise Refused(
+                f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
+                "config, or for a model that it does not train accelerator.prepare_model(model, "
+                "evaluation_mode=True)"
+            )
         processes = 1 if session.split_batches else self.plan.num_processes
         return dummies.real(plugin().deepspeed_config, processes, args)
 
@@ -155,13 +164,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         loaders = [argument for argument in args if hasattr(argument, "batch_size")]
         batches = {loader.batch_size for loader in loaders} - {None}  # None: of a batch sampler, or of the data set
         models = [argument for argument in args if isinstance(argument, torch.nn.Module)]
-        fresh = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
-        if len(fresh) + (self.engine is not None and bool(fresh)) > 1:
-            raise Refused(
-                f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
-                "config, or for a model that it does not train accelerator.prepare_model(model, "
-                "evaluation_mode=True)"
-            )
+        fresh = fresh_of(args)
         if fresh and isinstance(said, int) and batches and said not in batches:  # loaders of an evaluation may be there
             raise Refused(
                 f"deepspeed_config_file says {key} {said}, the script's loaders have batches of "
@@ -201,10 +204,12 @@ class ZeRO(GradientsElsewhere, Strategy):
         held.fragments = Fragments(zero, held.reached)
         clip_as_configured(zero)
         zero.add_param_group = zero.optimizer.add_param_group = refuse_new_group
+        zero.defaults = zero.optimizer.defaults  # torch's OneCycleLR and CyclicLR look for a momentum there
         for name in ("state_dict", "load_state_dict"):
             setattr(zero, name, functools.partial(by_the_engine, held, getattr(zero, name)))
         with_checkpoints_of_its_own(engine, held)
         engine.module.register_forward_hook(self._once_differentiable)
+        engine.module.__deepcopy__ = refuse_copy
 
         def backward(loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
             if (gradient := kwargs.pop("gradient", None)) is not None:
@@ -410,6 +415,16 @@ def gradients(zero: Zero) -> list[torch.Tensor]:
     with zero.held.working():
         kept += [p.grad for group in groups(zero) for p in group if p.grad is not None]
     return kept + [flat.grad for flat in masters(zero) if flat.grad is not None]
+
+
+def fresh_of(args: Iterable[Any]) -> list[nn.Module]:
+    """The models in `args` that are not prepared yet."""
+    models = [argument for argument in args if isinstance(argument, nn.Module)]
+    return [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
+
+
+def refuse_copy(memo: dict[int, Any]) -> NoReturn:
+    raise cast(Refused, guard.copied("does not support deepcopy", "DeepSpeed"))
 
 
 def refuse_optimizers_of_matrices(plan: "Plan", optimizer: torch.optim.Optimizer) -> None:
