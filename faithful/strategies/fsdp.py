@@ -86,6 +86,7 @@ class FSDP(Strategy):
         plan = self.plan
         guard.refuse_complex(model, "FSDP2")
         guard.refuse_sparse(model, "FSDP2")
+        guard.refuse_own_parameters(model, "FSDP2")
         if not plan.ram_efficient and len(set(gather_object([fingerprint(model)]))) > 1:
             broadcast([*model.parameters(), *model.buffers()], session.device)
         if trained := ignored_and_trained(plan, model):

@@ -46,6 +46,14 @@ def refuse_released() -> NoReturn:
     )
 
 
+def not_averaged() -> Refused:
+    """Of torch.autograd.grad for weights that an engine of DeepSpeed trains."""
+    return Refused(
+        "torch.autograd.grad computes gradients that DeepSpeed neither averages nor keeps: call "
+        "accelerator.backward(loss), or use a ddp config and average them"
+    )
+
+
 def refuse_options(names: Collection[str]) -> None:
     """names: what a backward pass of DeepSpeed's engine is asked for and does not know."""
     if names:
@@ -105,6 +113,16 @@ def refuse_sparse(model: nn.Module, engine: str) -> None:
         raise Refused(
             f"{', '.join(names[:3])}: {engine} takes no sparse gradients: leave sparse=True out, or use a ddp config"
         )
+
+
+def refuse_own_parameters(model: nn.Module, engine: str) -> None:
+    """FSDP2 and DeepSpeed take for all parameters what a module's `parameters()` returns."""
+    for module in model.modules():
+        if (kind := type(module)).parameters is not nn.Module.parameters:
+            raise Refused(
+                f"{kind.__name__} has a method parameters() of its own, which {engine} would take for torch's: give it "
+                "another name, or use a single or ddp config"
+            )
 
 
 def make_contiguous(model: nn.Module) -> None:

@@ -184,6 +184,8 @@ ROWS = [
     ("fsdp_bf16", "no_tokens", TRAINS),
     ("fsdp_bf16", "seeds", TRAINS),
     ("single_fp8_msamp_o2", "own", TRAINS),
+    ("fsdp_bf16", "own", "OwnParameters has a method parameters() of its own, which FSDP2 would take for torch's"),
+    ("zero2_bf16", "own", "OwnParameters has a method parameters() of its own, which DeepSpeed would take for torch's"),
     ("fsdp_bf16", "saved", TRAINS),
     ("fsdp_fp8_msamp_o2", "saved", TRAINS),
     ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save with sharded tensors"),
@@ -211,7 +213,7 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("config", "what", "line"),
-    [pytest.param(*row, marks=[] if row[:2] in QUICK else pytest.mark.slow) for row in ROWS],
+    [pytest.param(*row, marks=[] if row[:2] in QUICK else [pytest.mark.slow, pytest.mark.ci]) for row in ROWS],
 )
 def test_what_plain_torch_trains_is_trained_or_refused_in_a_line(tmp_path, config, what, line):
     run = tmp_path / "run"

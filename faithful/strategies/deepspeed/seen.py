@@ -53,6 +53,8 @@ class Released(nn.Parameter):
     ) -> Any:
         arguments = args, kwargs or {}
         if func not in WITHOUT_VALUES and any(held_of(leaf) for leaf in _pytree.tree_leaves(arguments)):
+            if func is torch.autograd.grad:
+                raise guard.not_averaged()
             if func not in SHAPES:
                 guard.refuse_released()
             arguments = _pytree.tree_map_only(Released, of_its_shape, arguments)

@@ -139,6 +139,7 @@ class ZeRO(GradientsElsewhere, Strategy):
             )
         guard.refuse_complex(model, "DeepSpeed")
         guard.refuse_sparse(model, "DeepSpeed")
+        guard.refuse_own_parameters(model, "DeepSpeed")
         guard.refuse_strangers(model, optimizer)
         guard.make_contiguous(model)
         refuse_optimizers_of_matrices(plan, optimizer)
@@ -391,10 +392,7 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def explain(self, error: str) -> Refused | None:
         if self._passed_outside and error in ("list index out of range", "unknown parameter type"):  # DeepSpeed's
-            return Refused(
-                "torch.autograd.grad computes gradients that DeepSpeed neither averages nor keeps: call "
-                "accelerator.backward(loss), or use a ddp config and average them"
-            )
+            return guard.not_averaged()
         if sizes := re.search(r"train_batch_size is not equal to .* (\d+ != \d+ \* \d+ \* \d+)", error):
             return Refused(
                 "deepspeed_config_file's train_batch_size is not train_micro_batch_size_per_gpu times gradient "
