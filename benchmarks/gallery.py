@@ -7,6 +7,7 @@ beside the output: the pictures of `diffusion`, the sample of `gpt`, and the ans
 that it started from. A recipe that the file holds already is not run again.
 """
 
+import datetime
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness import ROOT, arguments, made, save
+from harness import ROOT, arguments, command, made, save
 
 RUNS = {  # recipe: config, options
     "vit": ("single_bf16", "--max_steps 300"),
@@ -53,7 +54,8 @@ def main():
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the runs go")
     parser.add_argument("--recipes", nargs="+", default=list(RUNS), help="others are kept as the file holds them")
     args = parser.parse_args()
-    rows = made(args.output, rows=[])["rows"]
+    before = made(args.output, command=None, rows=[])
+    rows = [{"date": before["date"]} | row for row in before["rows"]]
     known, record = {row["recipe"] for row in rows}, None
     shown = args.output.with_suffix("")
     shown.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,8 @@ def main():
         seconds = time.monotonic() - began
         record = json.loads((folder / "run.json").read_text())
         words = " ".join(["./launch.sh", config, recipe, *options.format(gpt="runs/gallery-gpt").split()])
-        row = {"recipe": recipe, "command": words, "seconds": seconds, "metrics": record["final"]["metrics"]}
+        row = {"date": datetime.date.today().isoformat(), "recipe": recipe, "command": words, "seconds": seconds}
+        row["metrics"] = record["final"]["metrics"]
         if recipe in LEFT:
             row["left"] = f"{recipe}{Path(LEFT[recipe]).suffix}"
             shutil.copy(folder / LEFT[recipe], shown / row["left"])
@@ -78,7 +81,7 @@ def main():
         rows.append(row)
         print(json.dumps(row), flush=True)
         rows.sort(key=lambda row: list(RUNS).index(row["recipe"]))
-        save(args.output, {"rows": rows}, ("accelerate", "transformers", "timm"))
+        save(args.output, {"command": command(before["command"]), "rows": rows}, ("accelerate", "transformers", "timm"))
 
 
 if __name__ == "__main__":

@@ -211,12 +211,13 @@ def gallery(figures):
     rows, seen = [], []
     for row in figures["rows"]:
         measures = [f"{SHORT.get(name, name)} {value:.3g}" for name, value in row["metrics"].items()]
-        rows.append([f"`{row['recipe']}`", f"`{row['command']}`", f"{row['seconds'] / 60:.1f}", ", ".join(measures)])
+        minutes, command = f"{row['seconds'] / 60:.1f}", f"`{row['command']}`"
+        rows.append([f"`{row['recipe']}`", command, row["date"], minutes, ", ".join(measures)])
         if "left" in row:
             file = f"results/gallery/{row['left']}"
             shown = (ROOT / file).read_text().strip() if file.endswith(".txt") else None
             seen.append(f"**{row['recipe']}**\n\n" + (f"```text\n{shown}\n```" if shown else f"![drawn](../{file})"))
-    table = report.table(["recipe", "command", "minutes", "at the end"], rows)
+    table = report.table(["recipe", "command", "on", "minutes", "at the end"], rows)
     return "\n\n".join([f"{came_from(figures)}:", table, *seen])
 
 
