@@ -44,20 +44,18 @@ def take_writes() -> None:
 
 def saved_by_all(save: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
     """torch.save, which writes this process's part of a DTensor: fine where each process has a file of its own."""
-    has_shards(obj, "torch.save")
+    if any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
+        need_all_for("torch.save")
     save(obj, *args, **kwargs)
 
 
-def has_shards(obj: object, call: str) -> bool:
-    """Whether there are DTensors in what `call` writes. Raises Refused if the main process alone calls it."""
-    if not any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
-        return False
+def need_all_for(call: str) -> None:
+    """Raises Refused if the main process alone calls this to write shards."""
     if not rank_sync.all_ranks_called(call, needed=True):
         raise Refused(
             f"the main process alone calls {call} with sharded tensors, of which each process holds a part: on all of "
             "them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model"
         )
-    return True
 
 
 def changes(name: str) -> bool:

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_map_only
 from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import launcher, rank_sync
-from faithful.models.shards import has_shards
 from faithful.strategies.base import whole_tensor
-from faithful.tensors.names import parameters_of, plain_names, unwrapped
+from faithful.tensors.names import parameters_of, plain_names, tensors_of, unwrapped
 
 if TYPE_CHECKING:
     from faithful.strategies.base import Strategy
@@ -57,8 +56,11 @@ def need_all(strategy: "Strategy", model: nn.Module) -> None:
 
 def whole(obj: Any, keep: bool) -> Any:
     """`obj` with whole tensors in place of shards. Every process calls it. keep: whether this one writes them."""
-    if not has_shards(obj, "accelerator.save"):
+    if not any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
         return obj
+    from faithful.models.shards import need_all_for  # only a strategy that shards loads it
+
+    need_all_for("accelerator.save")
 
     def gathered(shard: DTensor) -> torch.Tensor | None:
         tensor = whole_tensor(shard)
