@@ -80,6 +80,8 @@ TABLE = {  # what is changed: why
     "transformers.trainer:Trainer.save_model":
         "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
         "the main process alone for weights that each process has a part of",
+    "transformers.trainer:Trainer._save_optimizer_and_scheduler":
+        "under tensor parallel the main process alone writes its part of the optimizer, which torch.save refuses",
     "transformers.trainer:Trainer._load_optimizer_and_scheduler":
         "under tensor parallel its checkpoints hold the main process's part of the optimizer, and every process would "
         "go on with that",

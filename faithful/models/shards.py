@@ -6,8 +6,9 @@ Where an index selects along the sharded dimension, torch gathers the tensor and
 `float()` give would be that of this process's part: `weight.grad.norm().item()`. Here it is that of the whole tensor.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from faithful.launch import rank_sync
 from faithful.models.averages import like
 from faithful.tensors.names import by_mesh, tensors_of
 
+parts_are_meant = False  # by who calls torch.save
 ROW = "DTensor.__setitem__, data, item, methods that change it"
 OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 NUMBER = torch.ops.aten._local_scalar_dense.default  # of item() and float()
@@ -44,9 +46,20 @@ def take_writes() -> None:
 
 def saved_by_all(save: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
     """torch.save, which writes this process's part of a DTensor: fine where each process has a file of its own."""
-    if any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
+    if not parts_are_meant and any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
         need_all_for("torch.save")
     save(obj, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def meaning_parts() -> Iterator[None]:
+    """Within it the main process alone writes its part of shards: what reads it knows that."""
+    global parts_are_meant
+    parts_are_meant = True
+    try:
+        yield
+    finally:
+        parts_are_meant = False
 
 
 def need_all_for(call: str) -> None:

@@ -27,6 +27,7 @@ from faithful.saving import whole_weights
 BF16 = "transformers.training_args:is_torch_bf16_gpu_available"
 SAVE = "transformers.trainer:Trainer.save_model"
 RESUME = "transformers.trainer:Trainer._load_optimizer_and_scheduler"
+OPTIMIZER_OF = "transformers.trainer:Trainer._save_optimizer_and_scheduler"
 OPTIMIZER = "optimizer.pt"  # in a checkpoint
 
 
@@ -71,7 +72,16 @@ def save_whole(module: ModuleType) -> None:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    load = module.Trainer._load_optimizer_and_scheduler
+    save, load = module.Trainer._save_optimizer_and_scheduler, module.Trainer._load_optimizer_and_scheduler
+
+    def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        plan = getattr(self.accelerator, "plan", None)
+        if plan is None or plan.strategy != "tp":
+            return save(self, output_dir)
+        from faithful.models import shards  # only a strategy that shards loads it
+
+        with shards.meaning_parts():
+            save(self, output_dir)
 
     def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         plan = getattr(self.accelerator, "plan", None)
@@ -84,6 +94,7 @@ def save_whole(module: ModuleType) -> None:
         load(self, checkpoint)
 
     patches.replace(SAVE, save_model)
+    patches.replace(OPTIMIZER_OF, save_optimizer_and_scheduler)
     patches.replace(RESUME, load_optimizer_and_scheduler)
 
 
