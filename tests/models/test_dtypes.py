@@ -138,9 +138,10 @@ def test_it_trains_as_the_same_weights_in_fp32(tmp_path, config, case):
     wanted = train(config, tmp_path / "wanted", script=partial(loop, case, False))
     assert distance(loaded, wanted) == 0
     a, b = record(loaded), record(wanted)
-    assert a["evidence"]["dtypes"] == b["evidence"]["dtypes"] and not b["notes"]
+    of_a, of_b = ([note for note in made["notes"] if "in the optimizer are frozen" not in note] for made in (a, b))
+    assert a["evidence"]["dtypes"] == b["evidence"]["dtypes"] and not of_b
     assert a["evidence"]["initial_weights"] == b["evidence"]["initial_weights"]
-    assert len(a["notes"]) == (0 if config.startswith("zero") else 1)  # ZeRO's masters are in fp32
+    assert len(of_a) == (0 if config.startswith("zero") else 1)  # ZeRO's masters are in fp32
     assert a["seen"]["optimizer"]["class"] == "AdamW"  # the script's, under MS-AMP's levels too
     if "msamp" in config and case == "whole":
         assert a["evidence"]["dtypes"]["parameters"]["float16"] == 2 * 32 * 64  # the masters of `body`
