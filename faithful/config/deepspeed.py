@@ -3,6 +3,7 @@ nor, without such a file, DeepSpeed."""
 
 import base64
 import contextlib
+import importlib.metadata
 import math
 import os
 import sys
@@ -98,7 +99,9 @@ def problems(deepspeed: DeepSpeed, installed: bool) -> Iterator[str]:
     if not installed:
         install = "./launch.sh setup --extra deepspeed, or pip install 'accelerate-recipes[deepspeed]'"
         yield f"zero{deepspeed.stage} needs DeepSpeed, which is not installed: {install}"
-    if problem := deepspeed.problem or (installed and deepspeed.file and refused_by_deepspeed(deepspeed.file)):
+    if problem := deepspeed.problem:
+        yield problem
+    elif installed and deepspeed.file and not deepspeed.runs_as and (problem := refused_by_deepspeed(deepspeed.file)):
         yield problem
     if "nvme" in (deepspeed.optimizer_device, deepspeed.param_device):
         yield (
@@ -154,20 +157,22 @@ def of_level(deepspeed: DeepSpeed) -> str:
 
 
 def refused_by_deepspeed(said: str) -> str | None:
-    """What DeepSpeed says against a file of its own, or None: which keys it has differs between its versions. The sizes
-    of batches are left out, as the script says them."""
-    with contextlib.redirect_stdout(sys.stderr):  # to which DeepSpeed logs from its import on
-        from deepspeed import __version__
-        from deepspeed.runtime.config import DeepSpeedConfig
+    """What DeepSpeed says against a file of its own, or None: which keys it has differs between its versions. Also None
+    where it is not installed: `check` may ask for another machine. The script says the sizes of batches."""
     config = {key: explicit(part) if isinstance(part, dict) else part for key, part in read(said)[1].items()}
     sizes = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     try:
+        with contextlib.redirect_stdout(sys.stderr):  # to which DeepSpeed logs from its import on
+            from deepspeed.runtime.config import DeepSpeedConfig
         DeepSpeedConfig(explicit(config) | sizes)
+    except ModuleNotFoundError:
+        return None
     except Exception as error:  # its own, pydantic's, those of assert
         details = error.errors() if hasattr(error, "errors") else []  # pyrefly: ignore[not-callable]
         keys = ", ".join(".".join(map(str, each["loc"])) for each in details)
         reason = f"{error.title}: {keys}: {details[0]['msg']}" if details else str(error)  # pyrefly: ignore[missing-attribute]
-        return f"deepspeed_config_file {name_of(said)}: DeepSpeed {__version__} refuses it: {printable(reason)[:300]}"
+        by = f"DeepSpeed {importlib.metadata.version('deepspeed')}"
+        return f"deepspeed_config_file {name_of(said)}: {by} refuses it: {printable(reason)[:300]}"
     return None
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import DistributedDataParallelKwargs
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from conftest import Ranks, distance, record, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -110,14 +110,15 @@ def script(what):
         accelerator.prepare(model, copy.deepcopy(model), optimizer)
     model, optimizer = accelerator.prepare(model, optimizer)
     if what == "seeds":
-        weights = accelerator.get_state_dict(model)
-        assert not accelerator.is_main_process or torch.equal(weights["head.weight"], first)
+        assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
     if what == "averaged":
         AveragedModel(model)
     if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
         copy.deepcopy(accelerator.unwrap_model(model))(torch.arange(8), True)
     if what == "one_cycle":
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        inside = accelerator.strategy.torch_optimizer(optimizer)
+        assert [(group["lr"], group["momentum"]) for group in inside.param_groups] == [(pytest.approx(0.1 / 25), 0.95)]
     for step in range(STEPS):
         ids = torch.arange(8) + 8 * (step + accelerator.process_index)
         tower = what != "swapped" or accelerator.is_main_process
@@ -183,6 +184,7 @@ ROWS = [
     ("ddp_bf16", "abc", TRAINS),
     ("fsdp_bf16", "no_tokens", TRAINS),
     ("fsdp_bf16", "seeds", TRAINS),
+    ("hsdp_bf16", "seeds", TRAINS),
     ("single_fp8_msamp_o2", "own", TRAINS),
     ("fsdp_bf16", "own", "OwnParameters has a method parameters() of its own, which FSDP2 would take for torch's"),
     ("zero2_bf16", "own", "OwnParameters has a method parameters() of its own, which DeepSpeed would take for torch's"),

@@ -183,12 +183,12 @@ def said(capsys, *argv):
 
 
 def test_the_command_on_a_recipe(capsys):
-    configs = ["single_bf16", "single_fp8"]
+    configs = ["single_bf16", "single_fp8", "single_fp8_msamp_o2"]
     code, text = said(capsys, "--time", "h100", *configs, "--", "vit", "--dataset", "synthetic")
     assert code == 0 and "vit on H100: ms of an optimizer step" in text
     lines = {line.split()[0]: line for line in text.splitlines()[2:]}
     assert [*lines] == configs and " 1.00 " in lines["single_bf16"]
-    assert "FP8 makes this model slower" in lines["single_fp8"]
+    assert all("FP8 makes this model slower" in lines[name] for name in configs[1:])
     code, text = said(capsys, "--time", "A100", "single_fp8", "--", "vit", "--dataset", "synthetic")
     assert code == 1 and "single_fp8: A100 multiplies no FP8: use single_bf16" in text
 
