@@ -21,6 +21,7 @@ from accelerate.state import PartialState
 from faithful.checkpoint import checkpoints, tensor_keys
 from faithful.disk import names, tensor_files
 from faithful.errors import Refused
+from faithful.tensors import optimizer_states
 from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
 
@@ -249,12 +250,14 @@ def rest_of(
     strategy: "Strategy", optimizer: torch.optim.Optimizer, models: "list[PreparedModel]"
 ) -> dict[str, dict[str, Any]]:
     """The optimizer state that `backend.tensors` leaves out, {position of the parameter: {key: value}}: all of a
-    parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists)."""
+    parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists). What belongs to
+    no parameter has the position ""."""
     in_models = {id(parameter) for prepared in models for parameter in prepared.model.parameters()}
-    owned, rest, states = strategy.parameter_ids(optimizer), {}, strategy.torch_optimizer(optimizer).state
-    for at, parameter in enumerate(parameters_in(strategy.torch_optimizer(optimizer))):
+    owned, inner = strategy.parameter_ids(optimizer), strategy.torch_optimizer(optimizer)
+    rest = {"": optimizer_states.of_no_parameter(inner)}
+    for at, parameter in enumerate(parameters_in(inner)):
         if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
-            in_a_model, state = id(parameter) in in_models, states.get(parameter, {})
+            in_a_model, state = id(parameter) in in_models, optimizer_states.states_of(inner, parameter)
             rest[str(at)] = {key: value for key, value in state.items() if not (in_a_model and torch.is_tensor(value))}
     return {at: state for at, state in rest.items() if state}
 
@@ -309,10 +312,12 @@ def compare_numbers(folder: Path, numbers: dict[str, tuple[int, int]]) -> str | 
 def restore_rest(optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
     """Loads what `rest_of` returned."""
     parameters = parameters_in(optimizer)
+    optimizer_states.restore_of_no_parameter(optimizer, saved.pop("", {}))
     for at, values in saved.items():
         parameter = parameters[int(at)]
         on_device = {k: v.to(parameter.device) if torch.is_tensor(v) and v.dim() else v for k, v in values.items()}
-        optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **on_device}
+        for each, kept in optimizer_states.by_optimizer(optimizer, on_device):
+            each.state[parameter] = {**each.state.get(parameter, {}), **kept}
 
 
 def random_state() -> dict[str, torch.Tensor]:
