@@ -355,12 +355,15 @@ def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def compile_for_this_rank(session: Session) -> None:
-    """Keeps compiled code of other ranks out of this one. torch's cache on disk knows a DTensor by its whole shape, not
-    by the process's shard: where shards are uneven, another rank's code would crash, or leave weights as they are."""
-    config, rank = torch.compiler.config, f"rank {session.rank} of {session.plan.num_processes}"
-    if not config.cache_key_tag.endswith(rank):
-        config.cache_key_tag = f"{config.cache_key_tag} {rank}".lstrip()
+def compile_for_this_rank(session: Session, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Keeps compiled code of other ranks out of this one, and that of another low-bit optimizer. torch's cache on disk
+    knows a DTensor by its whole shape, not by the process's shard, nor by the class of it: where shards are uneven,
+    another rank's code would crash, or leave weights as they are, and torchao's AdamWFp8 would get AdamW8bit's."""
+    config, tag = torch.compiler.config, f"rank {session.rank} of {session.plan.num_processes}"
+    if optimizer is not None and type(optimizer).__module__.startswith("torchao."):
+        tag = f"with {type(optimizer).__name__}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".lstrip()
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:

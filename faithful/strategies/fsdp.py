@@ -115,6 +115,7 @@ class FSDP(Strategy):
                 rest.append(at)
         for at, argument in enumerate(args):
             if isinstance(argument, torch.optim.Optimizer) and not getattr(argument, "_is_accelerate_prepared", False):
+                compile_for_this_rank(session, argument)
                 follow(argument)
                 shards.step_in_turn(argument)
                 prepared[at] = accelerates.prepare_optimizer(argument)

@@ -102,6 +102,8 @@ def script(what):
         tiny = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=8, num_hidden_layers=1))
         tiny.save_pretrained(f"{sys.argv[2]}-tiny")
         LlamaForCausalLM.from_pretrained(f"{sys.argv[2]}-tiny", distributed_config=DistributedConfig(tp_size=2))
+    if what == "compiled":
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
     if what == "sharded":
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.data, init_device_mesh("cpu", (2,))))
     if what == "apart":  # as the optimizers of pytorch-custom-utils
@@ -172,6 +174,9 @@ ROWS = [
     ("fsdp_bf16", "sparse", "embed: FSDP2 takes no sparse gradients"),
     ("zero2_bf16", "sparse", "embed: DeepSpeed takes no sparse gradients"),
     ("fsdp_bf16", "tied_blocks", "blocks.0.linear.weight is tied between blocks.0 and blocks.1"),
+    ("zero3_bf16", "compiled", "blocks.0: ZeRO-3 takes no module that torch.compile(module) has wrapped"),
+    ("fsdp_bf16", "compiled", TRAINS),
+    ("zero2_bf16", "compiled", TRAINS),
     ("ddp_bf16", "island", TRAINS),
     ("fsdp_bf16", "island", ISLAND),
     ("zero2_bf16", "island", ISLAND),
