@@ -121,6 +121,7 @@ def script(what):
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
         inside = accelerator.strategy.torch_optimizer(optimizer)
         assert [(group["lr"], group["momentum"]) for group in inside.param_groups] == [(pytest.approx(0.1 / 25), 0.95)]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0) if "plateau" in what else None
     for step in range(STEPS):
         ids = torch.arange(8) + 8 * (step + accelerator.process_index)
         tower = what != "swapped" or accelerator.is_main_process
@@ -141,6 +142,9 @@ def script(what):
             accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if plateau:  # as each process sees it
+            worse = torch.tensor(float(step * (2 * accelerator.process_index - 1)))
+            plateau.step(accelerator.reduce(worse, "mean") if what == "plateau_of_all" else worse)
     state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
     if what == "saved":  # as k-diffusion does
         accelerator.save({"model": state, "steps": STEPS}, file)
@@ -177,6 +181,10 @@ ROWS = [
     ("zero3_bf16", "compiled", "blocks.0: ZeRO-3 takes no module that torch.compile(module) has wrapped"),
     ("fsdp_bf16", "compiled", TRAINS),
     ("zero2_bf16", "compiled", TRAINS),
+    ("ddp_fp32", "plateau", "the processes have different learning rates"),
+    ("fsdp_bf16", "plateau", "the processes have different learning rates"),
+    ("zero2_bf16", "plateau", "the processes have different learning rates"),
+    ("ddp_fp32", "plateau_of_all", TRAINS),
     ("ddp_bf16", "island", TRAINS),
     ("fsdp_bf16", "island", ISLAND),
     ("zero2_bf16", "island", ISLAND),
