@@ -66,6 +66,8 @@ class RunState:
         strategy, plan, models = self.strategy, self.strategy.plan, self.models
         parts, loaders_state = loaders.state_dict(self.epochs, self.stopping)
         parts |= random_state()
+        for prepared in [] if alone else models:
+            strategy.refuse_apart(prepared.model)
         stored = models if keeps or self.parts_differ else []  # the others hold the same: copies for nothing
         for index, prepared in enumerate(stored):
             for optimizer in prepared.optimizers or [None]:

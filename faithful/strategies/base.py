@@ -252,6 +252,9 @@ class Strategy:
         if optimizer is not None:
             load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), saved)
 
+    def refuse_apart(self, model: nn.Module) -> None:
+        """Raises Refused if processes that each hold the whole model hold different ones. Every process calls it."""
+
     def order(self, model: nn.Module) -> list[int]:
         """Numbers of the parameters in the order in which their gradients are summed, where it is not fixed."""
         return []

@@ -113,6 +113,8 @@ def script(what):
     model, optimizer = accelerator.prepare(model, optimizer)
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
+    if what == "loaded" and accelerator.is_main_process:
+        accelerator.unwrap_model(model).load_state_dict({k: v * 2 for k, v in built(what).state_dict().items()})
     if what == "averaged":
         AveragedModel(model)
     if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
@@ -145,6 +147,10 @@ def script(what):
         if plateau:  # as each process sees it
             worse = torch.tensor(float(step * (2 * accelerator.process_index - 1)))
             plateau.step(accelerator.reduce(worse, "mean") if what == "plateau_of_all" else worse)
+    if what == "written" and accelerator.is_main_process:
+        accelerator.unwrap_model(model).head.weight.data.zero_()
+    if what == "written":
+        accelerator.save_state(f"{sys.argv[2]}-state")
     state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
     if what == "saved":  # as k-diffusion does
         accelerator.save({"model": state, "steps": STEPS}, file)
@@ -185,6 +191,8 @@ ROWS = [
     ("fsdp_bf16", "plateau", "the processes have different learning rates"),
     ("zero2_bf16", "plateau", "the processes have different learning rates"),
     ("ddp_fp32", "plateau_of_all", TRAINS),
+    ("ddp_bf16", "loaded", "the processes hold different weights, their norms are"),
+    ("ddp_bf16", "written", "the processes hold different weights, their norms are"),
     ("ddp_bf16", "island", TRAINS),
     ("fsdp_bf16", "island", ISLAND),
     ("zero2_bf16", "island", ISLAND),
