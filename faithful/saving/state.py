@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.state import PartialState
+from torch import nn
 
 from faithful.checkpoint import checkpoints, tensor_keys
 from faithful.disk import names, tensor_files
 from faithful.errors import Refused
 from faithful.tensors import optimizer_states
+from faithful.tensors.names import unwrapped
 from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
 
@@ -93,6 +95,7 @@ class RunState:
             "loaders": loaders_state,
             "alone": alone,
             "registered": pack(registered, tensors, "registered"),
+            "extra": pack([extra_state(prepared.model) for prepared in models], tensors, "extra"),
             "cuts": strategy.tp_dims(models[0].model) if models else {},
             "tp": plan.tp_size,
             "sp": plan.sp_size,
@@ -120,8 +123,8 @@ class RunState:
         keeper = state["keeper"]  # who stored, on this disk, what all processes had alike
         writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
         mine, first = checkpoints.tensors_of(folder, writer), checkpoints.tensors_of(folder, keeper)
-        keys = ("registered", "groups", "schedulers", "optimizers")
-        registered, groups, schedulers, optimizers = read_values(folder, state, first, keys)
+        keys = ("registered", "groups", "schedulers", "optimizers", "extra")
+        registered, groups, schedulers, optimizers, extra = read_values(folder, state, first, keys)
         numbers = {
             "models": (len(self.models), state["models"]),
             "optimizers": (len(self.optimizers), len(groups)),
@@ -150,6 +153,11 @@ class RunState:
             if f"order/{index}" in first:
                 with loading(folder, "the order of gradients"):
                     strategy.restore_order(prepared.model, first[f"order/{index}"].long().flatten().tolist())
+        for prepared, saved in zip(self.models, extra, strict=False):
+            modules = dict(unwrapped(prepared.model).named_modules())
+            for name, value in saved.items():
+                with loading(folder, f"the model's {name}"):
+                    modules[name].set_extra_state(value)
         for optimizer, saved in zip(inner, optimizers, strict=False):
             with loading(folder, "the optimizer"):
                 restore_rest(optimizer, saved)
@@ -199,6 +207,17 @@ def load_into(folder: Path, target: Any, saved: Any) -> None:
         ]:  # it takes all that it is given
             raise ValueError(f"{names.short(others[0])} is none of its values")
         target.load_state_dict(saved)
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """{name of the module: what its own `get_extra_state` returns}, without TransformerEngine's, which its backend
+    keeps."""
+    return {
+        name: module.get_extra_state()
+        for name, module in unwrapped(model).named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and not type(module).__module__.startswith("transformer_engine")
+    }
 
 
 def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
