@@ -116,7 +116,12 @@ def versions(figures):
         return "-" if value is None else value if isinstance(value, str) else f"{value:.1g}" if value else "equal"
 
     rows = [[name, *(cell(row["configs"].get(name)) for row in sets.values())] for name in names]
-    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}"
+    suites = []
+    for name, row in figures.get("suites", {}).items():
+        words = ", ".join(f"{key}={value}" for key, value in row["environment"].items())
+        suites.append(f"`{name}` ({words}): {row['passed']:,} pass, {len(row['failed'])} fail")
+    older = f"\nThe default tests, held down to what older CPUs have: {'; '.join(suites)}.\n" if suites else ""
+    return f"{came_from(figures)}:\n\n{report.table(heads, rows)}{older}"
 
 
 def wrapper(figures):

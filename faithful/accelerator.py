@@ -40,7 +40,7 @@ from faithful.saving.state import RunState
 from faithful.scripts import trainer
 from faithful.strategies.base import Accelerates, Engine, Session
 from faithful.tensors.names import perturb
-from faithful.training import clipping, loaders
+from faithful.training import clipping, draws, loaders
 from faithful.training.model import PreparedModel, convert, notes, prepared_parameters, refuse_untrained, trains
 from faithful.training.optimizer import Optimizer, is_lomo_available
 from faithful.training.steps import Passes, Steps
@@ -93,6 +93,7 @@ class Accelerator(accelerate.Accelerator):
         self.uneven = False  # inside join_uneven_inputs without even batches
         self.between_steps = False  # after an update, before the next backward pass
         self.forward_passes, self.backward_passes = Passes(), 0
+        self.draws = draws.Draws()
         self.computed = self.updated = 0, 0  # both at the last micro-batch, and at the last update
         self.resumed = False
         self.checkpoints = saving.Checkpoints(self.record, self.project_configuration, self.default_folder)
@@ -409,6 +410,9 @@ class Accelerator(accelerate.Accelerator):
                     self.print(f"{what} | {evidence.summary()} | global batch {samples}")
         if self.is_leading(optimizer):
             self.steps.done(skipped)
+            if self.steps.tried <= 2 and self.plan.num_processes > self.plan.group_size == 1:
+                if self.draws.alike(self.epochs):
+                    self.note(draws.ALIKE)
             self.run.draw()
             self.between_steps = True
             self.checkpoints.poll()

@@ -197,6 +197,7 @@ class Evidence:
         self.stepped.add(id(optimizer))
         if len(self.stepped) < len(self.optimizers):
             return
+        self.strategy.refuse_apart(self.model)
         kinds = ("weight", "gradient", "gathered", "master", "optimizer", "counter", "class")
         held: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
         states: dict[str | None, list[torch.Tensor]] = {}  # {key of the optimizer's state: its tensors}

@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.state import PartialState
+from torch import nn
 
 from faithful.checkpoint import checkpoints, tensor_keys
 from faithful.disk import names, tensor_files
 from faithful.errors import Refused
+from faithful.tensors import optimizer_states
+from faithful.tensors.names import unwrapped
 from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
 
@@ -65,6 +68,8 @@ class RunState:
         strategy, plan, models = self.strategy, self.strategy.plan, self.models
         parts, loaders_state = loaders.state_dict(self.epochs, self.stopping)
         parts |= random_state()
+        for prepared in [] if alone else models:
+            strategy.refuse_apart(prepared.model)
         stored = models if keeps or self.parts_differ else []  # the others hold the same: copies for nothing
         for index, prepared in enumerate(stored):
             for optimizer in prepared.optimizers or [None]:
@@ -90,6 +95,7 @@ class RunState:
             "loaders": loaders_state,
             "alone": alone,
             "registered": pack(registered, tensors, "registered"),
+            "extra": pack([extra_state(prepared.model) for prepared in models], tensors, "extra"),
             "cuts": strategy.tp_dims(models[0].model) if models else {},
             "tp": plan.tp_size,
             "sp": plan.sp_size,
@@ -117,8 +123,8 @@ class RunState:
         keeper = state["keeper"]  # who stored, on this disk, what all processes had alike
         writer = rank if rank < (1 if state["alone"] else saved_by) else keeper
         mine, first = checkpoints.tensors_of(folder, writer), checkpoints.tensors_of(folder, keeper)
-        keys = ("registered", "groups", "schedulers", "optimizers")
-        registered, groups, schedulers, optimizers = read_values(folder, state, first, keys)
+        keys = ("registered", "groups", "schedulers", "optimizers", "extra")
+        registered, groups, schedulers, optimizers, extra = read_values(folder, state, first, keys)
         numbers = {
             "models": (len(self.models), state["models"]),
             "optimizers": (len(self.optimizers), len(groups)),
@@ -147,6 +153,11 @@ class RunState:
             if f"order/{index}" in first:
                 with loading(folder, "the order of gradients"):
                     strategy.restore_order(prepared.model, first[f"order/{index}"].long().flatten().tolist())
+        for prepared, saved in zip(self.models, extra, strict=False):
+            modules = dict(unwrapped(prepared.model).named_modules())
+            for name, value in saved.items():
+                with loading(folder, f"the model's {name}"):
+                    modules[name].set_extra_state(value)
         for optimizer, saved in zip(inner, optimizers, strict=False):
             with loading(folder, "the optimizer"):
                 restore_rest(optimizer, saved)
@@ -196,6 +207,17 @@ def load_into(folder: Path, target: Any, saved: Any) -> None:
         ]:  # it takes all that it is given
             raise ValueError(f"{names.short(others[0])} is none of its values")
         target.load_state_dict(saved)
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """{name of the module: what its own `get_extra_state` returns}, without TransformerEngine's, which its backend
+    keeps."""
+    return {
+        name: module.get_extra_state()
+        for name, module in unwrapped(model).named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and not type(module).__module__.startswith("transformer_engine")
+    }
 
 
 def numbers_of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -249,12 +271,14 @@ def rest_of(
     strategy: "Strategy", optimizer: torch.optim.Optimizer, models: "list[PreparedModel]"
 ) -> dict[str, dict[str, Any]]:
     """The optimizer state that `backend.tensors` leaves out, {position of the parameter: {key: value}}: all of a
-    parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists)."""
+    parameter that is in no prepared model; of the others, values that are no tensors (LBFGS has lists). What belongs to
+    no parameter has the position ""."""
     in_models = {id(parameter) for prepared in models for parameter in prepared.model.parameters()}
-    owned, rest, states = strategy.parameter_ids(optimizer), {}, strategy.torch_optimizer(optimizer).state
-    for at, parameter in enumerate(parameters_in(strategy.torch_optimizer(optimizer))):
+    owned, inner = strategy.parameter_ids(optimizer), strategy.torch_optimizer(optimizer)
+    rest = {"": optimizer_states.of_no_parameter(inner)}
+    for at, parameter in enumerate(parameters_in(inner)):
         if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
-            in_a_model, state = id(parameter) in in_models, states.get(parameter, {})
+            in_a_model, state = id(parameter) in in_models, optimizer_states.states_of(inner, parameter)
             rest[str(at)] = {key: value for key, value in state.items() if not (in_a_model and torch.is_tensor(value))}
     return {at: state for at, state in rest.items() if state}
 
@@ -309,10 +333,12 @@ def compare_numbers(folder: Path, numbers: dict[str, tuple[int, int]]) -> str | 
 def restore_rest(optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
     """Loads what `rest_of` returned."""
     parameters = parameters_in(optimizer)
+    optimizer_states.restore_of_no_parameter(optimizer, saved.pop("", {}))
     for at, values in saved.items():
         parameter = parameters[int(at)]
         on_device = {k: v.to(parameter.device) if torch.is_tensor(v) and v.dim() else v for k, v in values.items()}
-        optimizer.state[parameter] = {**optimizer.state.get(parameter, {}), **on_device}
+        for each, kept in optimizer_states.by_optimizer(optimizer, on_device):
+            each.state[parameter] = {**each.state.get(parameter, {}), **kept}
 
 
 def random_state() -> dict[str, torch.Tensor]:

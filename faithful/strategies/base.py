@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
-from faithful.tensors import low_bit
+from faithful.tensors import optimizer_states
 from faithful.tensors.names import local, parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
 
     kind: `weight`; `gradient`; `master`, a copy in higher precision, which is then what the optimizer updates;
     `gathered`, full weights in addition to shards; `optimizer`, a state of the optimizer; `counter`, a state without
-    dimensions; or `class`, the class of a low-bit state (low_bit.py).
+    dimensions; or `class`, the form of a state that is no plain tensor like its weight (optimizer_states.py).
     key: of the optimizer's state, such as exp_avg; else None.
     """
 
@@ -220,18 +220,18 @@ class Strategy:
     def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
         """Yields a Shard for each tensor that this process holds of `parameters`, {name: parameter}, of their gradients
         and of their state in `optimizer`, which may be None. Evidence adds them up, a checkpoint is made of them."""
-        states = self.torch_optimizer(optimizer).state if optimizer else {}
         for name, parameter in parameters.items():
             yield Shard("weight", name, None, local(parameter))
             of_a_level = hasattr(getattr(parameter, "_local_tensor", parameter), "amp8_linear")
             if parameter.grad is not None and not of_a_level:  # whose gradient the backend knows
                 yield Shard("gradient", name, None, local(parameter.grad))
-            for key, value in states.get(parameter, {}).items():
+            states = optimizer_states.states_of(self.torch_optimizer(optimizer), parameter) if optimizer else {}
+            for key, value in states.items():
                 if torch.is_tensor(value):
-                    for inner, tensor in low_bit.parts_of(key, value).items():
+                    for inner, tensor in optimizer_states.parts_of(key, value).items():
                         yield Shard("optimizer" if value.dim() else "counter", name, inner, tensor)
-                    if (kind := low_bit.class_of(value)) is not None:
-                        yield Shard("class", name, f"{key}{low_bit.CLASS}", kind)
+                    if (form := optimizer_states.form_of(value, parameter)) is not None:
+                        yield Shard("class", name, f"{key}{optimizer_states.FORM}", form)
 
     # ---- checkpoints and weights ----
 
@@ -251,6 +251,9 @@ class Strategy:
             tensor.copy_(saved[place])
         if optimizer is not None:
             load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), saved)
+
+    def refuse_apart(self, model: nn.Module) -> None:
+        """Raises Refused if processes that each hold the whole model hold different ones. Every process calls it."""
 
     def order(self, model: nn.Module) -> list[int]:
         """Numbers of the parameters in the order in which their gradients are summed, where it is not fixed."""
@@ -355,12 +358,15 @@ def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def compile_for_this_rank(session: Session) -> None:
-    """Keeps compiled code of other ranks out of this one. torch's cache on disk knows a DTensor by its whole shape, not
-    by the process's shard: where shards are uneven, another rank's code would crash, or leave weights as they are."""
-    config, rank = torch.compiler.config, f"rank {session.rank} of {session.plan.num_processes}"
-    if not config.cache_key_tag.endswith(rank):
-        config.cache_key_tag = f"{config.cache_key_tag} {rank}".lstrip()
+def compile_for_this_rank(session: Session, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Keeps compiled code of other ranks out of this one, and that of another low-bit optimizer. torch's cache on disk
+    knows a DTensor by its whole shape, not by the process's shard, nor by the class of it: where shards are uneven,
+    another rank's code would crash, or leave weights as they are, and torchao's AdamWFp8 would get AdamW8bit's."""
+    config, tag = torch.compiler.config, f"rank {session.rank} of {session.plan.num_processes}"
+    if optimizer is not None and type(optimizer).__module__.startswith("torchao."):
+        tag = f"with {type(optimizer).__name__}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".lstrip()
 
 
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -399,10 +405,9 @@ def load_state(
 ) -> None:
     """Loads the optimizer state of `parameters`, {name: parameter}, from a checkpoint. State of others stays. Tensors
     that are there already are filled, because a second copy of them may not fit in memory."""
-    index = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
-    state = {}
+    states: dict[torch.optim.Optimizer, dict[nn.Parameter, dict[str, torch.Tensor]]] = {}
     for name, parameter in parameters.items():
-        prefix, held = tensor_keys.state(name, ""), optimizer.state.get(parameter, {})
+        prefix, held = tensor_keys.state(name, ""), optimizer_states.states_of(optimizer, parameter)
         values = {
             place.removeprefix(prefix): filled(held.get(place.removeprefix(prefix)), parts[place])
             for place in parts
@@ -410,13 +415,17 @@ def load_state(
         }
         for key, value in values.items():
             refuse_other_shape(optimizer, tensor_keys.state(name, key), value, local(parameter))
-        values = low_bit.put_together(values)
-        if isinstance(parameter, DTensor):
-            values = {key: like(parameter, value) if value.dim() else value for key, value in values.items()}
-        if values and id(parameter) in index:
-            state[index[id(parameter)]] = values
-    before = optimizer.state_dict()
-    optimizer.load_state_dict({"state": before["state"] | state, "param_groups": before["param_groups"]})
+        values = optimizer_states.put_together(values, parameter)
+        for each, kept in optimizer_states.by_optimizer(optimizer, values):
+            states.setdefault(each, {})[parameter] = kept
+    for each, kept in states.items():
+        if each is optimizer and "state" in (before := each.state_dict()):
+            index = {p: i for i, p in enumerate(p for group in each.param_groups for p in group["params"])}
+            new = {index[parameter]: values for parameter, values in kept.items() if parameter in index}
+            each.load_state_dict({"state": before["state"] | new, "param_groups": before["param_groups"]})
+        else:  # the one inside shares its groups, which torch would replace
+            for parameter, values in kept.items():
+                each.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
 
 
 def refuse_other_shape(
@@ -439,14 +448,3 @@ def filled(held: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
     if type(shard) is torch.Tensor and (shard.shape, shard.dtype) == (value.shape, value.dtype):
         return shard.copy_(value)
     return value.clone()
-
-
-def like(parameter: DTensor, shard: torch.Tensor) -> DTensor:
-    """A DTensor with the mesh and shape of `parameter`, of which this process holds `shard`."""
-    return DTensor.from_local(
-        shard.to(local(parameter).device),
-        device_mesh=parameter.device_mesh,
-        placements=parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -36,7 +36,7 @@ from faithful.strategies.base import (
     needs_whole_model,
     whole_tensor,
 )
-from faithful.tensors import low_bit
+from faithful.tensors import optimizer_states
 from faithful.tensors.names import fingerprint, parameters_of, plain_names
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class FSDP(Strategy):
                 rest.append(at)
         for at, argument in enumerate(args):
             if isinstance(argument, torch.optim.Optimizer) and not getattr(argument, "_is_accelerate_prepared", False):
+                compile_for_this_rank(session, argument)
                 follow(argument)
                 shards.step_in_turn(argument)
                 prepared[at] = accelerates.prepare_optimizer(argument)
@@ -171,7 +172,7 @@ class FSDP(Strategy):
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Saved) -> None:
         reshard(model)
         if isinstance(parts, list):
-            low_bit.refuse_other_rows(parts)
+            optimizer_states.refuse_other_rows(parts)
             parts = rows.Rows(parts, rows.of_dtensors(dict(parameters_of(model))))
         super().restore(model, optimizer, parts)
 

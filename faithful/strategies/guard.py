@@ -125,6 +125,15 @@ def refuse_own_parameters(model: nn.Module, engine: str) -> None:
             )
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """ZeRO-3 gives each module another dict for its parameters, and torch's wrapper hands it to the module inside."""
+    if wrapped := [at or "the model" for at, module in model.named_modules() if "_orig_mod" in module._modules]:
+        raise Refused(
+            f"{', '.join(wrapped[:3])}: ZeRO-3 takes no module that torch.compile(module) has wrapped: call "
+            "module.compile(), which compiles it where it is, or use a zero2 or ddp config"
+        )
+
+
 def make_contiguous(model: nn.Module) -> None:
     """FSDP2 and DeepSpeed hold parameters as flat pieces, so no strides of the script's (transposed, channels_last)."""
     for parameter in model.parameters():

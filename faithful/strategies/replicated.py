@@ -5,15 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from faithful import patches
 from faithful.errors import Refused
 from faithful.strategies.base import Strategy
+from faithful.tensors.names import parameters_of
 
 if TYPE_CHECKING:
     from accelerate.utils import GradScalerKwargs
+
+SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may compute in a different order
 
 
 class SingleDevice(Strategy):
@@ -51,6 +55,17 @@ class DDP(Strategy):
         if isinstance(model, DistributedDataParallel) and now not in (set(), model.averaged):
             build_reducer(model)
             model.averaged = now  # pyrefly: ignore[bad-argument-type]
+
+    def refuse_apart(self, model: nn.Module) -> None:
+        """DDP sends the first process's weights when it is built, and never again."""
+        weights = (shard for shard in self.shards(dict(parameters_of(model)), None) if shard.kind == "weight")
+        norms = gather_object([torch.stack([shard.tensor.float().norm().cpu() for shard in weights]).norm().item()])
+        if max(norms) > SAME_NORM * min(norms):
+            each = ", ".join(f"{norm:.6g}" for norm in norms)
+            raise Refused(
+                f"the processes hold different weights, their norms are {each}: one of them alone has written into the "
+                "model after prepare(), by load_state_dict perhaps: do it in all processes, or before prepare()"
+            )
 
     def order(self, model: nn.Module) -> list[int]:
         if not isinstance(model, DistributedDataParallel):

@@ -115,8 +115,8 @@ class Steps:
         of the run."""
         self.settle()
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
-        row = self.row(norm)
         of_all = self.checked >= self.next_exchange or self.num_processes == 1
+        row = self.row(norm, rates_of(optimizer) if of_all and self.num_processes > 1 else 0)
         rows = self.gathered(row) if of_all else row.unsqueeze(0)
         self.losses.clear()
         late = norm.device.type == "cuda" and scaler is None and self.excluded >= WARMUP_STEPS and masked(optimizer)
@@ -183,15 +183,15 @@ class Steps:
             f"{self.newest_checkpoint() or 'none'}. Lower the learning rate; in FP8 or fp16, compare with a bf16 config"
         )
 
-    def row(self, norm: torch.Tensor) -> torch.Tensor:
+    def row(self, norm: torch.Tensor, rates: int = 0) -> torch.Tensor:
         """What this process tells the others, on its device: the sum of its losses, what to divide it by (0: there are
-        none), whether it was told to stop, what it used, seconds per step, the norm. All in the norm's dtype, which all
-        processes have, or fp32: not every device has fp64."""
+        none), whether it was told to stop, a number of its learning rates, what it used, seconds per step, the norm.
+        All in the norm's dtype, which all processes have, or fp32: not every device has fp64."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
         seconds = (now - before) / max(1, self.checked - checked_before)
         device = (self.device if norm.device.type == "cpu" else None) or norm.device  # optimizer offload: norm on a CPU
         dtype, count = at_least_fp32(norm), len(self.losses) if self.divided else min(1, len(self.losses))
-        known = torch.tensor([count, process.told_to_stop(), self.used % EXACT, seconds], dtype=dtype)
+        known = torch.tensor([count, process.told_to_stop(), rates, self.used % EXACT, seconds], dtype=dtype)
         total = sum(loss.to(dtype) for loss in self.losses) if self.losses else torch.zeros((), dtype=dtype)
         parts = (total.view(1), known, norm.to(dtype).view(1))  # pyrefly: ignore[missing-attribute]
         return torch.cat([to_device(part, device) for part in parts])
@@ -205,13 +205,18 @@ class Steps:
         return rows.view(self.num_processes, -1)
 
     def agree(self, rows: list[list[float]], checked: int) -> None:
-        """Takes what all processes have told. Raises Refused if their norms differ."""
+        """Takes what all processes have told. Raises Refused if their norms or learning rates differ."""
         self.last_exchange = time.perf_counter(), self.checked
         self.heard = any(told for _, _, told, *_ in rows)
         if len({row[-3] for row in rows}) > 1:
             raise Refused(
                 "the processes have used different parts of the model, an expert without tokens perhaps, and their "
                 f"engine has averaged gradients of one with those of another: {process.EACH_PART}"
+            )
+        if len({row[-4] for row in rows}) > 1:
+            raise Refused(
+                "the processes have different learning rates, so each would train a model of its own: a scheduler that "
+                "steps by a loss, as ReduceLROnPlateau, needs that of all: accelerator.reduce(loss, 'mean')"
             )
         seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):
@@ -262,6 +267,12 @@ def masked(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) not in MASKED or not all(group.get("fused") for group in optimizer.param_groups):
         return False
     return all(parameter.device.type == "cuda" for group in optimizer.param_groups for parameter in group["params"])
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> int:
+    """A number of the optimizer's learning rates, without those on a device, for which the host would wait."""
+    rates = [rate for group in optimizer.param_groups if not torch.is_tensor(rate := group.get("lr"))]
+    return zlib.crc32(repr(rates).encode()) % EXACT
 
 
 def nan_unless_finite(loss: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

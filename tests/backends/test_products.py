@@ -88,6 +88,24 @@ def test_fp32_and_float64_take_torchs_own_kernels(replaced):
     assert (x.double() @ x.double()).dtype == torch.float64
 
 
+def conv_of_two(x, w):
+    return F.conv2d(x.view(2, 4, 8, 8).float(), w[:12].reshape(8, 4, 3, 2), w[0, :8])
+
+
+@pytest.mark.parametrize(
+    "product", [lambda x, w: F.linear(x.float(), w, w[:, 0]), lambda x, w: x @ w.float(), conv_of_two]
+)
+def test_two_dtypes_are_torchs_error(product, request):
+    """As on a GPU: the script would end there."""
+    tensors = torch.randn(32, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    with pytest.raises(RuntimeError) as own:
+        product(*tensors)
+    request.getfixturevalue("replaced")
+    with pytest.raises(RuntimeError) as found:
+        product(*tensors)
+    assert str(found.value) == str(own.value)
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_kernels_of_autograd_autocast_and_compile_are_these(replaced, monkeypatch, compiled):
     """Each of them reaches the kernel below, in the forward and in the backward pass: two of a product's tensors are

@@ -1,5 +1,7 @@
 """Optimizers of a script, of which some look at more than one element of the weights at a time."""
 
+import collections
+
 import torch
 
 
@@ -78,6 +80,67 @@ class Around(torch.optim.Optimizer):
 
     def step(self, closure=None):
         self.inner.step(closure)
+
+
+class Flat(torch.optim.Optimizer):
+    """Keeps the first weights flat, as Prodigy does, their sum over columns, and a number that belongs to none."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            flat = self.state[p].setdefault("flat", p.flatten().clone())
+            self.state[p].setdefault("mask", torch.arange(3.0))
+            rate = self.param_groups[0]["lr"] / self.state["steps"] + 1e-3 * self.state[p]["mask"].sum()
+            p.sub_((p.grad.flatten() + 0.1 * flat).view(p.shape), alpha=float(rate))
+
+
+class Counting(torch.optim.SGD):
+    """Adds a number to its state_dict, as Ranger21 does."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+    def state_dict(self):
+        return super().state_dict() | {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.steps = state["steps"]
+
+
+class Slow(torch.optim.Optimizer):
+    """A Lookahead with slow weights of its own and the optimizer inside, both in a state_dict of another form."""
+
+    def __init__(self, params):
+        self.inner, self.state, self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = (
+            torch.optim.AdamW(params, lr=0.1), collections.defaultdict(dict), {}, {}
+        )  # fmt: skip
+        self.defaults = self.inner.defaults
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "slow": dict(enumerate(self.state.values()))}
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state["inner"])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.lerp_(self.state[p].setdefault("slow", p.clone()), 0.5)
 
 
 class Regression(torch.nn.Module):

@@ -102,6 +102,8 @@ def script(what):
         tiny = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=8, num_hidden_layers=1))
         tiny.save_pretrained(f"{sys.argv[2]}-tiny")
         LlamaForCausalLM.from_pretrained(f"{sys.argv[2]}-tiny", distributed_config=DistributedConfig(tp_size=2))
+    if what == "compiled":
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
     if what == "sharded":
         model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.data, init_device_mesh("cpu", (2,))))
     if what == "apart":  # as the optimizers of pytorch-custom-utils
@@ -111,6 +113,8 @@ def script(what):
     model, optimizer = accelerator.prepare(model, optimizer)
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
+    if what == "loaded" and accelerator.is_main_process:
+        accelerator.unwrap_model(model).load_state_dict({k: v * 2 for k, v in built(what).state_dict().items()})
     if what == "averaged":
         AveragedModel(model)
     if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
@@ -119,6 +123,7 @@ def script(what):
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
         inside = accelerator.strategy.torch_optimizer(optimizer)
         assert [(group["lr"], group["momentum"]) for group in inside.param_groups] == [(pytest.approx(0.1 / 25), 0.95)]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0) if "plateau" in what else None
     for step in range(STEPS):
         ids = torch.arange(8) + 8 * (step + accelerator.process_index)
         tower = what != "swapped" or accelerator.is_main_process
@@ -139,6 +144,13 @@ def script(what):
             accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if plateau:  # as each process sees it
+            worse = torch.tensor(float(step * (2 * accelerator.process_index - 1)))
+            plateau.step(accelerator.reduce(worse, "mean") if what == "plateau_of_all" else worse)
+    if what == "written" and accelerator.is_main_process:
+        accelerator.unwrap_model(model).head.weight.data.zero_()
+    if what == "written":
+        accelerator.save_state(f"{sys.argv[2]}-state")
     state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
     if what == "saved":  # as k-diffusion does
         accelerator.save({"model": state, "steps": STEPS}, file)
@@ -172,6 +184,15 @@ ROWS = [
     ("fsdp_bf16", "sparse", "embed: FSDP2 takes no sparse gradients"),
     ("zero2_bf16", "sparse", "embed: DeepSpeed takes no sparse gradients"),
     ("fsdp_bf16", "tied_blocks", "blocks.0.linear.weight is tied between blocks.0 and blocks.1"),
+    ("zero3_bf16", "compiled", "blocks.0: ZeRO-3 takes no module that torch.compile(module) has wrapped"),
+    ("fsdp_bf16", "compiled", TRAINS),
+    ("zero2_bf16", "compiled", TRAINS),
+    ("ddp_fp32", "plateau", "the processes have different learning rates"),
+    ("fsdp_bf16", "plateau", "the processes have different learning rates"),
+    ("zero2_bf16", "plateau", "the processes have different learning rates"),
+    ("ddp_fp32", "plateau_of_all", TRAINS),
+    ("ddp_bf16", "loaded", "the processes hold different weights, their norms are"),
+    ("ddp_bf16", "written", "the processes hold different weights, their norms are"),
     ("ddp_bf16", "island", TRAINS),
     ("fsdp_bf16", "island", ISLAND),
     ("zero2_bf16", "island", ISLAND),

@@ -367,6 +367,39 @@ assert [x.tolist() for x in loader] == [[4, 5], [6, 7], [8, 9]]
     )
 
 
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16", "zero3_bf16", "single_fp8_msamp_o2"])
+def test_what_a_module_s_state_dict_adds_is_kept(tmp_path, config):
+    run(
+        tmp_path,
+        """
+class Counts(torch.nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "by": torch.full((2,), float(self.calls))}
+
+    def set_extra_state(self, state):
+        self.calls = int(state["by"].sum()) // 2
+
+
+accelerator = Accelerator(project_dir=folder)
+model = torch.nn.Sequential(Counts(16, 16), linear())
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+step(model, optimizer)
+step(model, optimizer)
+accelerator.save_state(folder / "state")
+step(model, optimizer)
+accelerator.load_state(folder / "state")
+assert accelerator.unwrap_model(model)[0].calls == 2
+""",
+        config,
+    )
+
+
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16"])
 def test_a_weight_s_own_name_is_kept(tmp_path, config):
     """A model may have a layer called `module`, as DDP has."""

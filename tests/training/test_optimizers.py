@@ -4,12 +4,13 @@ import functools
 
 import of_matrices as own
 import pytest
+import timm.optim
 import torch
 from conftest import distance, launched, metrics, record, train
 from torch import nn
 
 from faithful import Accelerator
-from faithful.tensors import low_bit
+from faithful.tensors import optimizer_states as states
 from shared import models, optimizers
 from shared.args import Refused
 
@@ -80,29 +81,31 @@ def test_a_low_bit_state_is_put_together_again():
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
+    plain = torch.zeros(3)
     for kind in (OptimState4bit, OptimState8bit, OptimStateFp8):
         state = kind.zeros((16, 32), block_size=128) if kind is OptimStateFp8 else kind.zeros((16, 32), True, 128)
         state.copy_(torch.randn(16, 32))
-        parts = low_bit.parts_of("exp_avg", state)
+        parts = states.parts_of("exp_avg", state)
         assert all(type(part) is torch.Tensor for part in parts.values()) and len(parts) >= 2
-        again = low_bit.put_together(parts | {"exp_avg.class": low_bit.class_of(state), "step": torch.tensor(2.0)})
+        again = states.put_together(
+            parts | {"exp_avg.class": states.form_of(state, plain), "step": torch.tensor(2.0)}, plain
+        )
         assert again.keys() == {"exp_avg", "step"} and type(again["exp_avg"]) is kind
         assert torch.equal(again["exp_avg"].dequantize(), state.dequantize()) and again["exp_avg"].dtype == state.dtype
-    plain = torch.zeros(3)
-    assert low_bit.parts_of("exp_avg", plain) == {"exp_avg": plain} and low_bit.class_of(plain) is None
+    assert states.parts_of("exp_avg", plain) == {"exp_avg": plain} and states.form_of(plain, plain) is None
 
 
 def test_a_class_that_is_not_torchaos_is_not_made():
     text = torch.tensor(list(b'["subprocess", "Popen", [["true"]]]'), dtype=torch.uint8)
-    with pytest.raises(low_bit.Refused, match="exp_avg is a subprocess.Popen, which cannot be made here"):
-        low_bit.put_together({"exp_avg.class": text})
+    with pytest.raises(states.Refused, match="exp_avg is a subprocess.Popen, which cannot be made here"):
+        states.put_together({"exp_avg.class": text}, text)
 
 
 def test_low_bit_states_are_not_cut_for_another_number_of_processes(tmp_path):
     first = run("fsdp_fp32", tmp_path / "run", "--optimizer", "adamw_8bit")
     argv = ("--optimizer", "adamw_8bit", "--resume_from_checkpoint", first / "checkpoint-2")
     run("fsdp_fp32", tmp_path / "other", *argv, processes=3, code=2)
-    says = "has low-bit optimizer states of 2 processes, which cannot be cut anew"
+    says = "has optimizer states of 2 processes, in low bits or split otherwise than their weights, which cannot be cut anew"
     assert says in (tmp_path / "other.log").read_text()
 
 
@@ -166,3 +169,48 @@ def test_an_optimizer_under_fsdp2_is_torchs_or_refused(tmp_path, make, says):
     train("fsdp_fp32", tmp_path / "run", script=functools.partial(as_torch_alone, make), code=2 if refused else 0)
     log = (tmp_path / "run.log").read_text()
     assert says in log and "Traceback" not in log
+
+
+def goes_back(make, folder):
+    """What a rank runs: whether an optimizer of the script's takes the same two steps again from a checkpoint."""
+    accelerator = Accelerator()
+    ends = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 16))
+        model, optimizer = accelerator.prepare(model, make(model.parameters()))
+        if again:
+            accelerator.load_state(folder)
+        for step in range(2 * again, 4):
+            if step == 2 and not again:
+                accelerator.save_state(folder)
+            data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            accelerator.backward((model(data) - data).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()})
+        model, optimizer = accelerator.free_memory(model, optimizer)
+    if accelerator.is_main_process:
+        print("apart", max((ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0]))
+    accelerator.end_training()
+
+
+def timm_lookahead(parameters):
+    return timm.optim.Lookahead(torch.optim.AdamW(parameters, lr=0.1), k=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "make"),
+    [
+        ("single_fp32", timm_lookahead),
+        ("fsdp_fp32", timm_lookahead),
+        ("ddp_fp32", own.Slow),
+        ("ddp_fp32", own.Counting),
+        ("fsdp_fp32", own.Counting),
+        ("fsdp_fp32", own.Flat),
+    ],
+)
+def test_a_checkpoint_holds_all_that_an_optimizer_of_the_scripts_keeps(tmp_path, config, make):
+    """In an optimizer inside, by a key of its own, in another form than the weights'."""
+    train(config, tmp_path / "run", script=functools.partial(goes_back, make, str(tmp_path / "saved")))
+    assert "apart 0.0\n" in (tmp_path / "run.log").read_text()

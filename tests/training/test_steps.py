@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import set_seed
 from conftest import Ranks, metrics, record, train
 from torch import nn
+from torch.utils.data import DataLoader
 
 from faithful import Accelerator
 from faithful.launch import rank_sync
@@ -259,3 +261,25 @@ def test_processes_stop_together_though_one_has_read_before(gpu, tmp_path, confi
     run, text = on_a_gpu(gpu, tmp_path, config, FUSED[0], then=then, code=143)
     assert {*re.findall("step ([^1-6].*) changes", text)} == {str(step) for step in range(7, stops_at + 1)}
     assert f"SIGTERM: stopped after step {stops_at}" in text and record(run)["status"] == "preempted"
+
+
+def draws(rate, own):
+    """What a rank runs: two steps, with an epoch that shuffles and perhaps dropout. own: a seed for each process."""
+    accelerator = Accelerator()
+    set_seed(0)
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate), nn.Linear(8, 8)), torch.randn(16, 8)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+    set_seed(1, device_specific=own)
+    for x in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(("rate", "own", "said"), [(0.5, False, 1), (0.5, True, 0), (0, False, 0)])
+def test_the_same_random_numbers_in_all_processes_are_said(tmp_path, rate, own, said):
+    train("ddp_fp32", tmp_path / "run", script=functools.partial(draws, rate, own))
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("all processes draw the same random numbers, as the same dropout masks or noise") == said, log

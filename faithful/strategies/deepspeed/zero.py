@@ -141,6 +141,8 @@ class ZeRO(GradientsElsewhere, Strategy):
         guard.refuse_sparse(model, "DeepSpeed")
         guard.refuse_own_parameters(model, "DeepSpeed")
         guard.refuse_strangers(model, optimizer)
+        if self.plan.strategy.startswith("zero3"):
+            guard.refuse_compiled(model)
         guard.make_contiguous(model)
         refuse_optimizers_of_matrices(plan, optimizer)
         # DeepSpeed puts all parameters into the config's dtype, and makes fp32 masters from those in 16 bit.

@@ -1,0 +1,161 @@
+"""What an optimizer keeps of a parameter, and that as plain tensors, of which a checkpoint is made.
+
+An optimizer around another, as timm's Lookahead, keeps a part in the one inside. Of torchao's low-bit ones a state
+is one tensor to the optimizer and several to memory, codes with their scales. Of a sharded weight a state may have
+another shape, or be split otherwise or not at all, as Prodigy's flat one. A checkpoint holds the plain tensors, and as
+JSON in bytes the class that they make up, or how they are split."""
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from faithful.errors import Refused
+from faithful.tensors.names import local
+
+FORM = ".class"  # ends the key of the class, or of the split, in a checkpoint
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """{prefix of the keys of its states: optimizer}, of this one and of those in its attributes with states of their
+    own: {"": Lookahead, "_base_optimizer.": AdamW}."""
+    found = {"": optimizer}
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer) and all(value.state is not other.state for other in found.values()):
+            found[f"{name}."] = value
+    return found
+
+
+def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """{key: value} of what an optimizer, and those in it, keep of a parameter."""
+    holders = optimizers_in(optimizer).items()
+    return {at + key: value for at, each in holders for key, value in each.state.get(parameter, {}).items()}
+
+
+def by_optimizer(
+    optimizer: torch.optim.Optimizer, states: Mapping[str, Any]
+) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """The inverse of `states_of`: each optimizer with what it keeps."""
+    holders, split = optimizers_in(optimizer), {}
+    for key, value in states.items():
+        at = max((at for at in holders if key.startswith(at)), key=len)
+        split.setdefault(at, {})[key.removeprefix(at)] = value
+    return [(holders[at], values) for at, values in split.items()]
+
+
+def of_no_parameter(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """{key: value} of what the optimizer's own `state_dict` adds to torch's; `state` has what it keeps by other keys
+    than parameters."""
+    values: dict[str, Any] = {}
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        saved = optimizer.state_dict()
+        values = {
+            key: value for key, value in saved.items() if "state" in saved and key not in ("state", "param_groups")
+        }
+    if others := {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}:
+        values["state"] = others
+    return values
+
+
+def restore_of_no_parameter(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    """Loads what `of_no_parameter` returned."""
+    others: Any = optimizer.state
+    others.update(values.get("state", {}))
+    if added := {key: value for key, value in values.items() if key != "state"}:
+        optimizer.load_state_dict(optimizer.state_dict() | added)
+
+
+def parts_of(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{key: plain tensor} of an optimizer's state `key`: this process's shard of it, or what that consists of."""
+    part: Any = shard_of(state)
+    if not is_low_bit(part):
+        return {key: local(state)}
+    return {f"{key}.{name}": getattr(part, name) for name in part.__tensor_flatten__()[0]}
+
+
+def shard_of(state: torch.Tensor) -> torch.Tensor:
+    return state.to_local() if isinstance(state, DTensor) else state
+
+
+def is_low_bit(part: torch.Tensor) -> bool:
+    return type(part).__module__.startswith("torchao.optim.")
+
+
+def form_of(state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """What a state is besides plain tensors in the form of its parameter's, uint8 [bytes]; None if it is no more."""
+    part: Any = shard_of(state)
+    if is_low_bit(part):
+        context = part.__tensor_flatten__()[1] or ()
+        context = [{"dtype": str(c)[6:]} if isinstance(c, torch.dtype) else c for c in context]
+        form: Any = [type(part).__module__, type(part).__qualname__, context]
+    elif not isinstance(parameter, DTensor) or not (state.dim() or isinstance(state, DTensor)):
+        return None
+    elif not isinstance(state, DTensor):
+        form = {}
+    elif (state.shape, state.placements) == (parameter.shape, parameter.placements):
+        return None
+    elif all(type(placement) in (Shard, Replicate) for placement in state.placements):
+        form = {"shape": list(state.shape), "dims": [getattr(p, "dim", None) for p in state.placements]}
+    else:
+        raise Refused(
+            f"the optimizer keeps a state that is split as {state.placements} where its weight is split as "
+            f"{parameter.placements}, which a checkpoint does not hold: use another optimizer, or a ddp config"
+        )
+    return torch.tensor(list(json.dumps(form).encode()), dtype=torch.uint8)
+
+
+def put_together(values: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inverse: {key: state} of a checkpoint's {key: tensor}. Raises Refused if this torchao has no such class."""
+    states, split = {key: value for key, value in values.items() if not key.endswith(FORM)}, {}
+    for at in values.keys() - states.keys():
+        key, form = at.removesuffix(FORM), json.loads(bytes(values[at].tolist()))
+        if isinstance(form, dict):
+            split[key] = form
+            continue
+        inner = [part for part in values if part.startswith(f"{key}.") and part != at]
+        tensors = {part.removeprefix(f"{key}."): states.pop(part) for part in inner}
+        states[key] = class_of(key, *form[:2]).__tensor_unflatten__(
+            tensors, [getattr(torch, c["dtype"]) if isinstance(c, dict) else c for c in form[2]]
+        )
+    if not isinstance(parameter, DTensor):
+        return states
+    return {key: as_sharded(parameter, value, split.get(key)) for key, value in states.items()}
+
+
+def class_of(key: str, module: str, name: str) -> Any:
+    """The class of the low-bit state `key`. Raises Refused if it is not torchao's, or this torchao lacks it."""
+    try:
+        if not module.startswith("torchao.optim."):
+            raise AttributeError(f"{module} is not torchao's")
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Refused(f"the checkpoint's {key} is a {module}.{name}, which cannot be made here: {error}") from None
+
+
+def as_sharded(parameter: DTensor, shard: torch.Tensor, form: dict[str, Any] | None) -> torch.Tensor:
+    """What this process holds as `shard`: a DTensor of the form that is given, or of the parameter's. A plain tensor
+    stays one if the form is {}, or if it is a number."""
+    if form == {} or (form is None and not shard.dim()):
+        return shard
+    shape, stride, placements = parameter.shape, parameter.stride(), parameter.placements
+    if form is not None:
+        shape = torch.Size(form["shape"])
+        stride = torch.empty(shape, device="meta").stride()
+        placements = [Replicate() if dim is None else Shard(dim) for dim in form["dims"]]
+    shard = shard.to(local(parameter).device)
+    return DTensor.from_local(
+        shard, device_mesh=parameter.device_mesh, placements=placements, shape=shape, stride=stride
+    )
+
+
+def refuse_other_rows(parts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raises Refused if a checkpoint, a Mapping of each process that saved, has states that do not end where rows of
+    their weights end."""
+    if any(place.endswith(FORM) for place in parts[0]):
+        raise Refused(
+            f"the checkpoint has optimizer states of {len(parts)} processes, in low bits or split otherwise than their "
+            "weights, which cannot be cut anew: resume with as many processes"
+        )
