@@ -4,6 +4,7 @@ import abc
 import copy
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,8 @@ def script(what):
         accelerator.prepare(optimizer)
     if what == "second":  # as k-diffusion's average of the weights
         accelerator.prepare(model, copy.deepcopy(model), optimizer)
+    if what == "frozen":  # as sd-scripts' UNet
+        accelerator.prepare(copy.deepcopy(model).requires_grad_(False))
     model, optimizer = accelerator.prepare(model, optimizer)
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
@@ -148,6 +151,10 @@ def script(what):
         torch.save(state, file)
     accelerator.save_model(model, f"{sys.argv[2]}/model")
     accelerator.end_training()
+    if what == "at_last" and accelerator.is_main_process:  # as sd-scripts' save_state_on_train_end
+        state = Path(accelerator.save_state(f"{sys.argv[2]}-state"))
+        accelerator.checkpoints.wait()
+        assert (state / "manifest.json").exists()
 
 
 ISLAND, COPY = "autocast off, perhaps: use a ddp config", "the script copies a model after prepare()"
@@ -195,6 +202,9 @@ ROWS = [
     ("zero3_bf16", "one_cycle", TRAINS),
     ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
     ("zero2_bf16", "copied", COPY),
+    ("zero2_bf16", "frozen", "zero2 trains one model, the script prepares a frozen one"),
+    ("fsdp_bf16", "frozen", TRAINS),
+    ("ddp_bf16", "at_last", TRAINS),
     ("zero2_bf16", "second", "zero2 trains one model, the script prepares several"),
     ("ddp_fp32", "orthogonal", TRAINS),
     ("ddp_fp8_msamp_o3", "other_strides", TRAINS),

@@ -116,11 +116,12 @@ class ZeRO(GradientsElsewhere, Strategy):
         fresh = fresh_of(args)
         if not fresh and self.engine is None and any(isinstance(each, torch.optim.Optimizer) for each in args):
             self.need_both(None)
-        if len(fresh) + (self.engine is not None and bool(fresh)) > 1:
+        several = len(fresh) + (self.engine is not None and bool(fresh)) > 1
+        if several or (fresh and not any(parameter.requires_grad for parameter in fresh[0].parameters())):
+            what = "several" if several else "a frozen one"
             raise Refused(
-                f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
-                "config, or for a model that it does not train accelerator.prepare_model(model, "
-                "evaluation_mode=True)"
+                f"{self.plan.strategy} trains one model, the script prepares {what}: use a ddp or fsdp config, or for "
+                "a model that it does not train accelerator.prepare_model(model, evaluation_mode=True)"
             )
         processes = 1 if session.split_batches else self.plan.num_processes
         return dummies.real(plugin().deepspeed_config, processes, args)
