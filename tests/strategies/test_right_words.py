@@ -109,6 +109,9 @@ def script(what):
         accelerator.prepare(optimizer)
     if what == "second":  # as k-diffusion's average of the weights
         accelerator.prepare(model, copy.deepcopy(model), optimizer)
+    if what == "convs":  # as TiTok's discriminator
+        critic = nn.Conv2d(2, 1, 2)
+        accelerator.prepare(critic, torch.optim.AdamW(critic.parameters()))
     if what == "frozen":  # as sd-scripts' UNet
         accelerator.prepare(copy.deepcopy(model).requires_grad_(False))
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -202,6 +205,8 @@ ROWS = [
     ("zero3_bf16", "one_cycle", TRAINS),
     ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
     ("zero2_bf16", "copied", COPY),
+    ("single_fp8", "convs", "none of 0 Linear layers can be: Conv2d has none"),
+    ("single_fp8_msamp_o2", "convs", "finds no Linear to convert (Conv2d has none)"),
     ("zero2_bf16", "frozen", "zero2 trains one model, the script prepares a frozen one"),
     ("fsdp_bf16", "frozen", TRAINS),
     ("ddp_bf16", "at_last", TRAINS),
