@@ -109,6 +109,7 @@ def script(what):
         accelerator.prepare(optimizer)
     if what == "second":  # as k-diffusion's average of the weights
         accelerator.prepare(model, copy.deepcopy(model), optimizer)
+    mean = AveragedModel(model) if what == "mean" else None
     if what == "convs":  # as TiTok's discriminator
         critic = nn.Conv2d(2, 1, 2)
         accelerator.prepare(critic, torch.optim.AdamW(critic.parameters()))
@@ -145,6 +146,8 @@ def script(what):
             accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if mean:
+            mean.update_parameters(accelerator.unwrap_model(model))
     state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
     if what == "saved":  # as k-diffusion does
         accelerator.save({"model": state, "steps": STEPS}, file)
@@ -205,6 +208,8 @@ ROWS = [
     ("zero3_bf16", "one_cycle", TRAINS),
     ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
     ("zero2_bf16", "copied", COPY),
+    ("zero2_bf16", "mean", "in 16 bit, and AveragedModel.update_parameters would average these"),
+    ("fsdp_bf16", "mean", TRAINS),
     ("single_fp8", "convs", "none of 0 Linear layers can be: Conv2d has none"),
     ("single_fp8_msamp_o2", "convs", "finds no Linear to convert (Conv2d has none)"),
     ("zero2_bf16", "frozen", "zero2 trains one model, the script prepares a frozen one"),
