@@ -49,7 +49,7 @@ TABLE = {  # what is changed: why
         "weights of a new model",
     "kernels of torch.ops.aten for meta": "the other processes draw the same random numbers for its parameters",
     "methods of averages of weights":
-        "those that models/averages.py names: a copy from before `prepare` holds whole tensors, the model shards",
+        "those that models/averages.py names: a copy from before `prepare` is whole and in fp32, the model is not",
     "deepspeed.ops:__compatible_ops__":
         "on a CPU DeepSpeed would compile an all-reduce for processes of a host, which takes a compiler and a minute",
     "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.is_fp16_supported":

@@ -126,7 +126,9 @@ def skipped_linears(model: nn.Module, skip: Sequence[str] = (), multiple: int = 
     cannot convert: wrong size, a subclass, a weight that is shared or computed. multiple: of the sizes."""
     users, listed = {}, skipped_by_config(model, skip)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(parameter, []).append(name.rpartition(".")[0])
+        layer = name.rpartition(".")[0]
+        within, _, last = layer.rpartition(".")  # a module of two names, as ema_pytorch's model, has it once
+        users.setdefault(parameter, {}).setdefault((model.get_submodule(within), last), layer)
     skipped = []
     for name, module in model.named_modules():
         if not is_linear(module):
@@ -134,7 +136,7 @@ def skipped_linears(model: nn.Module, skip: Sequence[str] = (), multiple: int = 
         odd = [size for size in module.weight.shape if size % multiple]
         # weight_norm, spectral_norm, pruning: a weight or bias that is computed in each forward pass is no parameter.
         computed = [entry for entry in ("weight", "bias") if entry not in module._parameters]
-        others = [] if computed else [user for user in users[module.weight] if user != name]
+        others = [] if computed else [user for user in users[module.weight].values() if user != name]
         if listed.get(name) == "skip":
             skipped.append((name, "skip"))
         elif computed:

@@ -53,7 +53,7 @@ class Record:
     def __init__(self, plan: Plan, project: str | Path, folder: str | Path, main: bool) -> None:
         self.plan, self.project, self.main = plan, Path(project).absolute(), main
         self.own = RunFolder(Path(folder), main)
-        self.script, self.started = Path(sys.argv[0]).stem, now()
+        self.script, self.started = script_name(), now()
         self.file = Path(sys.argv[0]).absolute()
         self.code = code_and_machine(plan, self.file) if main else {}  # now: the code may go on while the run lasts
         self.notes: list[str] = []
@@ -412,10 +412,15 @@ def git_state(file: Path) -> tuple[str | None, bool | None]:
     return commit, None if commit is None or changes is None else bool(changes)
 
 
+def script_name() -> str:
+    """That of the script's file; of a package that `-m` runs, as lm_eval, that of its folder."""
+    file = Path(sys.argv[0])
+    return file.parent.name if file.stem == "__main__" else file.stem
+
+
 def default_folder(plan: Plan) -> str:
     name = plan.config or f"{plan.strategy}_{plan.precision}"
-    script = Path(sys.argv[0]).stem
-    return os.path.join("runs", f"{script}-{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
+    return os.path.join("runs", f"{script_name()}-{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}")
 
 
 def described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Averages of weights (EMA) under FSDP2, by the classes of torch, timm, diffusers and ema_pytorch.
+"""Averages of weights (EMA) under FSDP2, by the classes of torch, timm, diffusers and ema_pytorch. ZeRO refuses them.
 
 A copy of a model that was made before `prepare` holds whole tensors, and torch refuses to compute with whole tensors
 and shards (DTensor) together. Inside the methods of these classes each shard is replaced by its whole tensor, or where
@@ -30,11 +30,28 @@ METHODS = {  # (module, class): those of its methods that compute with the model
 
 def of_shards() -> None:
     """Makes the averages of the imported packages work with sharded weights. Called whenever a model is prepared."""
+    replace(on_all_processes)
+
+
+def refuse(weights: str) -> None:
+    """Makes the averages of the imported packages raise Refused. weights: what they would average."""
+
+    def instead(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            raise Refused(f"{weights}, and {name} would average these: use a ddp or fsdp config")
+
+        return call
+
+    replace(instead)
+
+
+def replace(by: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None:
     for (module, name), methods in METHODS.items():
         kind = getattr(sys.modules.get(module), name, None)
         for method in methods if kind else ():
-            if not hasattr(getattr(kind, method), "of_shards"):
-                ours = on_all_processes(getattr(kind, method), f"{name}.{method}")
+            if not hasattr(getattr(kind, method), "replaced"):
+                ours: Any = by(getattr(kind, method), f"{name}.{method}")
+                ours.replaced = True
                 patches.replace("methods of averages of weights", ours, kind, method)
 
 
@@ -53,7 +70,6 @@ def on_all_processes(method: Callable[..., Any], name: str) -> Callable[..., Any
         with WholeTensors():
             return method(*args, **kwargs)
 
-    call.of_shards = True  # pyrefly: ignore[missing-attribute]
     return call
 
 

@@ -32,7 +32,8 @@ def all_save(state: RunState) -> bool:
     together = state.stopping or rank_sync.all_ranks_called(f"save_state/{state.steps.taken}", needed=in_parts)
     if in_parts and not together:
         raise Refused(
-            "the main process alone calls save_state, but each process holds a part of the run: call it on all of them"
+            "the main process alone calls save_state, but each process holds a part of the run: call it on all of "
+            "them, before end_training()"
         )
     return together
 

@@ -31,6 +31,15 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 32), "down": nn.Linear(32, 16)}) for _ in "ab")
 
 
+def test_a_layer_of_a_module_that_has_two_names_is_one_layer():
+    """The model that an ema_pytorch EMA inside it averages, IP-Adapter's processors: replaced under both names."""
+    model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(16, 16))})
+    model["average"] = nn.ModuleDict({"online": model["policy"]})
+    assert skipped_linears(model) == []
+    model["other"] = nn.ModuleDict({"last": model["policy"][0]})  # it would keep the layer of before
+    assert skipped_linears(model) == [("policy.0", "its weight is that of other.last")]
+
+
 @pytest.mark.parametrize("key", ["skip", "fp8_skip"])
 @pytest.mark.parametrize("name", ["single_fp8", "ddp_fp8_te", "single_fp8_msamp_o2", "fsdp_fp8", "zero2_fp8_te"])
 def test_the_launcher_hands_it_on(tmp_path, name, key):

@@ -146,6 +146,13 @@ def test_two_runs_of_one_second_have_two_folders(monkeypatch):
     assert records.default_folder(plan) != records.default_folder(plan)
 
 
+def test_a_run_of_a_package_has_its_name(monkeypatch):
+    """`-m lm_eval` runs lm_eval/__main__.py."""
+    monkeypatch.setattr(sys, "argv", ["/packages/lm_eval/__main__.py"])
+    plan = type("Plan", (), {"config": "ddp_bf16"})
+    assert records.default_folder(plan).startswith("runs/lm_eval-ddp_bf16-")
+
+
 def test_a_file_of_very_many_values_is_refused_before_they_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "DECODER", None)
     many = tmp_path / "many.json"

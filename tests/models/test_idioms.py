@@ -33,7 +33,8 @@ REFUSED = {  # (idiom, config): what the line says
     ("swapped_for_evaluation", "single_fp8_msamp_o2"): CODES,
 }
 QUICK = [("gradients_without_backward", "ddp_bf16"), ("unused_layer", "ddp_bf16"), ("sharpness_aware", "fsdp_bf16"),
-         ("earlier_state", "fsdp_bf16"), ("clipping_by_hand", "fsdp_bf16"), ("wgan", "single_fp8"), ("cleared_state", "single_fp8_msamp_o2")]  # fmt: skip
+         ("earlier_state", "fsdp_bf16"), ("own_call", "fsdp_bf16"),
+         ("clipping_by_hand", "fsdp_bf16"), ("wgan", "single_fp8"), ("cleared_state", "single_fp8_msamp_o2")]  # fmt: skip
 
 
 class Plain:

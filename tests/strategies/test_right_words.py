@@ -4,6 +4,7 @@ import abc
 import copy
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,12 @@ def script(what):
         accelerator.prepare(optimizer)
     if what == "second":  # as k-diffusion's average of the weights
         accelerator.prepare(model, copy.deepcopy(model), optimizer)
+    mean = AveragedModel(model) if what == "mean" else None
+    if what == "convs":  # as TiTok's discriminator
+        critic = nn.Conv2d(2, 1, 2)
+        accelerator.prepare(critic, torch.optim.AdamW(critic.parameters()))
+    if what == "frozen":  # as sd-scripts' UNet
+        accelerator.prepare(copy.deepcopy(model).requires_grad_(False))
     model, optimizer = accelerator.prepare(model, optimizer)
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
@@ -144,6 +151,8 @@ def script(what):
             accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        if mean:
+            mean.update_parameters(accelerator.unwrap_model(model))
         if plateau:  # as each process sees it
             worse = torch.tensor(float(step * (2 * accelerator.process_index - 1)))
             plateau.step(accelerator.reduce(worse, "mean") if what == "plateau_of_all" else worse)
@@ -160,6 +169,10 @@ def script(what):
         torch.save(state, file)
     accelerator.save_model(model, f"{sys.argv[2]}/model")
     accelerator.end_training()
+    if what == "at_last" and accelerator.is_main_process:  # as sd-scripts' save_state_on_train_end
+        state = Path(accelerator.save_state(f"{sys.argv[2]}-state"))
+        accelerator.checkpoints.wait()
+        assert (state / "manifest.json").exists()
 
 
 ISLAND, COPY = "autocast off, perhaps: use a ddp config", "the script copies a model after prepare()"
@@ -216,6 +229,13 @@ ROWS = [
     ("zero3_bf16", "one_cycle", TRAINS),
     ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
     ("zero2_bf16", "copied", COPY),
+    ("zero2_bf16", "mean", "in 16 bit, and AveragedModel.update_parameters would average these"),
+    ("fsdp_bf16", "mean", TRAINS),
+    ("single_fp8", "convs", "none of 0 Linear layers can be: Conv2d has none"),
+    ("single_fp8_msamp_o2", "convs", "finds no Linear to convert (Conv2d has none)"),
+    ("zero2_bf16", "frozen", "zero2 trains one model, the script prepares a frozen one"),
+    ("fsdp_bf16", "frozen", TRAINS),
+    ("ddp_bf16", "at_last", TRAINS),
     ("zero2_bf16", "second", "zero2 trains one model, the script prepares several"),
     ("ddp_fp32", "orthogonal", TRAINS),
     ("ddp_fp8_msamp_o3", "other_strides", TRAINS),

@@ -28,7 +28,7 @@ from faithful.checkpoint import rows, tensor_keys
 from faithful.config import deepspeed
 from faithful.config.strategies import BUCKET
 from faithful.errors import Refused
-from faithful.models import batch_norm, meta_init
+from faithful.models import averages, batch_norm, meta_init
 from faithful.strategies import guard
 from faithful.strategies.base import (
     Accelerates,
@@ -116,11 +116,12 @@ class ZeRO(GradientsElsewhere, Strategy):
         fresh = fresh_of(args)
         if not fresh and self.engine is None and any(isinstance(each, torch.optim.Optimizer) for each in args):
             self.need_both(None)
-        if len(fresh) + (self.engine is not None and bool(fresh)) > 1:
+        several = len(fresh) + (self.engine is not None and bool(fresh)) > 1
+        if several or (fresh and not any(parameter.requires_grad for parameter in fresh[0].parameters())):
+            what = "several" if several else "a frozen one"
             raise Refused(
-                f"{self.plan.strategy} trains one model, the script prepares several: use a ddp or fsdp "
-                "config, or for a model that it does not train accelerator.prepare_model(model, "
-                "evaluation_mode=True)"
+                f"{self.plan.strategy} trains one model, the script prepares {what}: use a ddp or fsdp config, or for "
+                "a model that it does not train accelerator.prepare_model(model, evaluation_mode=True)"
             )
         processes = 1 if session.split_batches else self.plan.num_processes
         return dummies.real(plugin().deepspeed_config, processes, args)
@@ -184,6 +185,9 @@ class ZeRO(GradientsElsewhere, Strategy):
         for model in fresh if self.plan.ram_efficient else ():
             dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(self.plan.precision, torch.bfloat16)
             meta_init.partition(model, dtype, config["zero_optimization"], session.device)
+        if self.keeps_masters or self._splits_weights:
+            held = "in 16 bit" if self.keeps_masters else "in parts"
+            averages.refuse(f"under {self.plan.strategy} DeepSpeed holds the weights {held}")
         with masters_for_all(session.note, args):
             prepared = super().prepare(session, accelerates, args, device_placement)
         for engine in (new for new, old in zip(prepared, args, strict=True) if any(old is model for model in fresh)):
