@@ -42,12 +42,14 @@ def block_names(model: nn.Module) -> list[str] | None:
 
 def repeated(model: nn.Module) -> list[str]:
     """Names of the layer classes that occur at least twice in the model's lists. Does not look inside such layers.
-    A class with a `__call__` of its own, as IP-Adapter's attention processors, runs no hooks, which FSDP2 needs."""
+    A class whose `__call__` is not nn.Module's and does not call it, as IP-Adapter's attention processors, runs no
+    hooks, which FSDP2 needs."""
     counts: Counter[str] = Counter()
 
     def look(module: nn.Module, listed: bool) -> None:
         for child in module.children():
-            hooked = type(child).__call__ is nn.Module.__call__
+            call: Any = type(child).__call__
+            hooked = call is nn.Module.__call__ or "__call__" in call.__code__.co_names
             if isinstance(child, CONTAINERS):
                 look(child, True)
             elif listed and hooked and any(child.children()) and any(True for _ in child.parameters()):

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import idioms
 import pytest
 import torch
 from conftest import ROOT, record, train
@@ -11,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from faithful import Accelerator, patches
-from faithful.models.blocks import compile_blocks
+from faithful.models.blocks import compile_blocks, repeated
 
 
 class Block(nn.Module):
@@ -127,3 +128,16 @@ def test_code_for_a_gpu_has_no_nan_instruction_beside_codes_in_two_layouts():
     wrong = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
     nan = int(wrong["after a ReLU"] > 0)  # torch 2.14 and 2.15 have it
     assert wrong == {"O2": 0, "O3": 0, "after a ReLU": nan, "after a ReLU, as configs compile": 0, "afterwards": nan}
+
+
+class CallsItself(Block):
+    """As transformers' GradientCheckpointingLayer had it."""
+
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+def test_a_layer_that_runs_no_hooks_is_no_block():
+    """FSDP2 gathers weights in hooks, and a `__call__` of one's own may run none."""
+    of_both = nn.ModuleList(kind for _ in range(2) for kind in (idioms.Called(), CallsItself(2)))
+    assert repeated(nn.ModuleDict({"layers": of_both})) == ["CallsItself"]
