@@ -359,9 +359,8 @@ def torch_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def compile_for_this_rank(session: Session, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Keeps compiled code of other ranks out of this one, and that of another low-bit optimizer. torch's cache on disk
-    knows a DTensor by its whole shape, not by the process's shard, nor by the class of it: where shards are uneven,
-    another rank's code would crash, or leave weights as they are, and torchao's AdamWFp8 would get AdamW8bit's."""
+    """Keeps compiled code of other ranks and low-bit optimizers out of this one. torch's cache on disk knows a DTensor
+    by its whole shape, not by its shard or its class: uneven shards would crash, or weights stay as they are."""
     config, tag = torch.compiler.config, f"rank {session.rank} of {session.plan.num_processes}"
     if optimizer is not None and type(optimizer).__module__.startswith("torchao."):
         tag = f"with {type(optimizer).__name__}"
