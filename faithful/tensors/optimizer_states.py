@@ -1,9 +1,9 @@
 """What an optimizer keeps of a parameter, and that as plain tensors, of which a checkpoint is made.
 
-An optimizer around another, as timm's Lookahead, keeps a part in the one inside. Of torchao's low-bit ones a state
-is one tensor to the optimizer and several to memory, codes with their scales. Of a sharded weight a state may have
-another shape, or be split otherwise or not at all, as Prodigy's flat one. A checkpoint holds the plain tensors, and as
-JSON in bytes the class that they make up, or how they are split."""
+An optimizer around another, as timm's Lookahead, keeps a part in the one inside. Of torchao's low-bit ones a state is
+one tensor to the optimizer and several to memory, codes with their scales. Of a sharded weight a state may have another
+shape, or be split otherwise or not at all, as Prodigy's flat one. A checkpoint holds the plain tensors, and as JSON in
+bytes the class that they make up, or how they are split."""
 
 import importlib
 import json
@@ -20,12 +20,14 @@ FORM = ".class"  # ends the key of the class, or of the split, in a checkpoint
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """{prefix of the keys of its states: optimizer}, of this one and of those in its attributes with states of their
-    own: {"": Lookahead, "_base_optimizer.": AdamW}."""
+    """{prefix of the keys of its states: optimizer}, of this one and of those that it has as an attribute or in a list,
+    with states of their own: {"": Lookahead, "_base_optimizer.": AdamW}."""
     found = {"": optimizer}
     for name, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer) and all(value.state is not other.state for other in found.values()):
-            found[f"{name}."] = value
+        listed = {f"{name}.{at}.": each for at, each in enumerate(value)} if isinstance(value, list | tuple) else {}
+        for at, inner in (listed or {f"{name}.": value}).items():
+            if isinstance(inner, torch.optim.Optimizer) and all(inner.state is not f.state for f in found.values()):
+                found[at] = inner
     return found
 
 
@@ -49,12 +51,9 @@ def by_optimizer(
 def of_no_parameter(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """{key: value} of what the optimizer's own `state_dict` adds to torch's; `state` has what it keeps by other keys
     than parameters."""
-    values: dict[str, Any] = {}
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        saved = optimizer.state_dict()
-        values = {
-            key: value for key, value in saved.items() if "state" in saved and key not in ("state", "param_groups")
-        }
+    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    saved: dict[str, Any] = optimizer.state_dict() if own else {}
+    values = {key: saved[key] for key in saved.keys() - {"state", "param_groups"}} if "state" in saved else {}
     if others := {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}:
         values["state"] = others
     return values

@@ -143,6 +143,21 @@ class Slow(torch.optim.Optimizer):
             p.lerp_(self.state[p].setdefault("slow", p.clone()), 0.5)
 
 
+class Both(torch.optim.Optimizer):
+    """An optimizer for matrices and one for the rest, as Muon's are joined."""
+
+    def __init__(self, params):
+        params = list(params)
+        matrices, rest = ([p for p in params if (p.dim() > 1) is matrix] for matrix in (True, False))
+        super().__init__(params, {})
+        self.each = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
+        self.param_groups = [group for each in self.each for group in each.param_groups]
+
+    def step(self, closure=None):
+        for each in self.each:
+            each.step()
+
+
 class Regression(torch.nn.Module):
     """A layer. temperature: its output is multiplied by a parameter without dimensions."""
 

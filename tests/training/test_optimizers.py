@@ -205,6 +205,7 @@ def timm_lookahead(parameters):
         ("single_fp32", timm_lookahead),
         ("fsdp_fp32", timm_lookahead),
         ("ddp_fp32", own.Slow),
+        ("fsdp_fp32", own.Both),
         ("ddp_fp32", own.Counting),
         ("fsdp_fp32", own.Counting),
         ("fsdp_fp32", own.Flat),
