@@ -418,11 +418,11 @@ def load_state(
         for each, kept in optimizer_states.by_optimizer(optimizer, values):
             states.setdefault(each, {})[parameter] = kept
     for each, kept in states.items():
-        if each is optimizer and "state" in (before := each.state_dict()):
+        if len(optimizer_states.optimizers_in(optimizer)) == 1 and "state" in (before := each.state_dict()):
             index = {p: i for i, p in enumerate(p for group in each.param_groups for p in group["params"])}
             new = {index[parameter]: values for parameter, values in kept.items() if parameter in index}
             each.load_state_dict({"state": before["state"] | new, "param_groups": before["param_groups"]})
-        else:  # the one inside shares its groups, which torch would replace
+        else:  # one inside shares the groups, which torch would replace
             for parameter, values in kept.items():
                 each.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
 
