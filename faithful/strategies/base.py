@@ -418,13 +418,16 @@ def load_state(
         for each, kept in optimizer_states.by_optimizer(optimizer, values):
             states.setdefault(each, {})[parameter] = kept
     for each, kept in states.items():
-        if len(optimizer_states.optimizers_in(optimizer)) == 1 and "state" in (before := each.state_dict()):
+        if "state" in (before := each.state_dict()):
             index = {p: i for i, p in enumerate(p for group in each.param_groups for p in group["params"])}
             new = {index[parameter]: values for parameter, values in kept.items() if parameter in index}
+            groups = each.param_groups
             each.load_state_dict({"state": before["state"] | new, "param_groups": before["param_groups"]})
-        else:  # one inside shares the groups, which torch would replace
+            if "param_groups" in vars(each):  # torch makes new ones, which an optimizer around it would not share
+                each.param_groups = groups
+        else:  # it has a form of its own
             for parameter, values in kept.items():
-                each.state[parameter] = {key: value.to(parameter.device) for key, value in values.items()}
+                each.state[parameter] = {k: v.to(parameter.device) if v.dim() else v for k, v in values.items()}
 
 
 def refuse_other_shape(

@@ -185,7 +185,7 @@ LINES = {
     "faithful/models": 1000,  # torch.save of shards; hooks that a copy of a model does not have
     "faithful/saving": 1100,  # puts whole weights together for every strategy; what a module adds to its state_dict
     "faithful/scripts": 150,  # a Trainer's resume under tp
-    "faithful/strategies": 3300,  # right words for what libraries of others do
+    "faithful/strategies": 3350,  # right words for what libraries of others do, states of their optimizers
     "faithful/tensors": 400,  # states of optimizers of others
     "faithful/training": 950,  # whether processes draw the same random numbers
     "amp8": 4900,  # a weight that is plain again is refused in one line
