@@ -15,7 +15,8 @@ TORCH, SHARDS = "backends.high_precision", "models.averages models.shards models
 LOADED = {  # beside those; of amp8 only that it is loaded at all
     "single_fp32": f"strategies.replicated {TORCH}",
     "zero2_bf16": f"""strategies.deepspeed strategies.deepspeed.zero strategies.deepspeed.engine {TORCH}
-                      strategies.deepspeed.seen strategies.deepspeed.dummies models.batch_norm models.meta_init""",
+                      strategies.deepspeed.seen strategies.deepspeed.dummies models.averages models.batch_norm
+                      models.meta_init""",
     "ddp_bf16": f"strategies.replicated {TORCH}",
     "fsdp_bf16": f"strategies.fsdp strategies.gathered {TORCH} {SHARDS}",
     "single_fp8": "strategies.replicated backends.emulation amp8",
