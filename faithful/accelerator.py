@@ -172,6 +172,7 @@ class Accelerator(accelerate.Accelerator):
         for at, module in enumerate(prepared):
             if isinstance(module, nn.Module) and not any(model.is_of(module) for model in self.models):
                 self.models.append(PreparedModel(module, converted.get(at)))
+                self.run.prepared = True
                 if self.backend.codes or not self.strategy.replicates:
                     whole_weights.saved_whole(self.models[-1], self.get_state_dict)
                 if at in converted and self.num_processes > 1:
@@ -250,6 +251,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode or frozen)
         if not self.preparing and not any(known.is_of(prepared) for known in self.models):
             self.models.append(PreparedModel(prepared, evaluation=evaluation_mode))
+            self.run.prepared = True
         return prepared
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]

@@ -41,7 +41,7 @@ class Run:
         self.saved: dict[Path, Saved] = {}  # by their folders, the newest last
         self.repository: str | None = None  # on the Hub, for the newest of them
         self.put_in_fp32 = False  # whether trainable parameters were, see models/dtypes.py
-        self.stopping = self.closed = False
+        self.stopping = self.closed = self.prepared = False  # prepared: whether a model was
         self.made_by, self.previous = os.getpid(), newest()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,6 +133,8 @@ class Run:
         lost = error is not None and error.startswith((process.ENDED, process.SILENT))
         if error is None:
             self.complete()
+            if record.main and not code and self is newest() and not any(run.prepared for run in made):
+                print("note: the script has prepared no model, so nothing has run as its config says", flush=True)
         none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
         if not self.closed and error is None and record.opened:
             self.closed = True

@@ -12,7 +12,9 @@ import time
 import pytest
 import torch
 from conftest import distance, launched, metrics, recipe, record, train, weights
+from torch import nn
 
+from faithful import Accelerator
 from shared import args, lm, resnets, vision
 
 QUICK = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 2)
@@ -247,3 +249,17 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(quick, tmp_path):
     assert record(a)["args"]["seed"] == 0
     assert distance(a, b) == 0 and distance(a, c) > 1e-3
     assert all(torch.isfinite(tensor).all() for tensor in weights(c).values())
+
+
+def prepares(model):
+    accelerator = Accelerator()
+    if model:
+        accelerator.prepare(nn.Linear(2, 2))
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_a_script_that_prepares_no_model_is_told(tmp_path, model):
+    """As `-m lm_eval` on one device, which computes in the model's own dtype."""
+    train("single_bf16", tmp_path / "run", script=functools.partial(prepares, model))
+    assert ("note: the script has prepared no model" in (tmp_path / "run.log").read_text()) is not model
