@@ -393,6 +393,7 @@ class Accelerator(accelerate.Accelerator):
             if model.live is not None and optimizer in model.optimizers:
                 model.live.before_update(optimizer)
                 self.steps.uses(self.strategy.used(model.model, optimizer))
+        self.steps.copies = self.strategy.copies()
         inner, counts = optimizer.optimizer, self.is_leading(optimizer)  # pyrefly: ignore[missing-attribute]
         before, self.updated = self.updated, (self.forward_passes.count, self.backward_passes)
         self.steps.passes(*(now - then for now, then in zip(self.updated, before, strict=True)))

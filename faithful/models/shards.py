@@ -22,6 +22,7 @@ from faithful.models.averages import like
 from faithful.tensors.names import by_mesh, tensors_of
 
 parts_are_meant = False  # by who calls torch.save
+copies = 0  # how often this process has written a whole tensor into a shard, which all do as often
 ROW = "DTensor.__setitem__, data, item, methods that change it"
 OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 NUMBER = torch.ops.aten._local_scalar_dense.default  # of item() and float()
@@ -83,9 +84,11 @@ def changing(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: DTensor, *args: Any, **kwargs: Any) -> Any:  # an optimizer does so several times for each weight
+        global copies
         if is_copy(self):
             refuse(name)
         if name == "copy_" and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+            copies += 1
             whole = args[0].to(self.device).expand(self.shape)
             args = (distribute_tensor(whole, self.device_mesh, self.placements, src_data_rank=None), *args[1:])
         return method(self, *args, **kwargs)

@@ -252,6 +252,10 @@ class Strategy:
         if optimizer is not None:
             load_state(self.torch_optimizer(optimizer), dict(parameters_of(model)), saved)
 
+    def copies(self) -> int:
+        """How often this process has written a whole tensor into shards, by load_state_dict, say."""
+        return 0
+
     def refuse_apart(self, model: nn.Module) -> None:
         """Raises Refused if processes that each hold the whole model hold different ones. Every process calls it."""
 

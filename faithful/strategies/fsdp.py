@@ -127,6 +127,9 @@ class FSDP(Strategy):
                 prepared[at] = other
         return tuple(prepared)
 
+    def copies(self) -> int:
+        return shards.copies
+
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """A root that stays gathered, as no backward pass has followed, would miss the update."""
         if any(isinstance(p, gathered.Gathered) and p.grad is not None for p in model.parameters()):

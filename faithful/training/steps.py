@@ -80,6 +80,7 @@ class Steps:
         self.device: torch.device | None = None  # of the losses
         self.apart = APART  # why gradients may not be averaged
         self.used = 0  # a number of which parameters had a gradient, in this process, in all updates
+        self.copies = 0  # see Strategy.copies
         self.divided = True  # whether Accelerate divides the losses by their number; else their sum is the step's
         self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times: list[float] = []
@@ -185,13 +186,14 @@ class Steps:
 
     def row(self, norm: torch.Tensor, rates: int = 0) -> torch.Tensor:
         """What this process tells the others, on its device: the sum of its losses, what to divide it by (0: there are
-        none), whether it was told to stop, a number of its learning rates, what it used, seconds per step, the norm.
-        All in the norm's dtype, which all processes have, or fp32: not every device has fp64."""
+        none), whether it was told to stop, its copies, a number of its learning rates, what it used, seconds per step,
+        the norm. All in the norm's dtype, which all processes have, or fp32: not every device has fp64."""
         now, (before, checked_before) = time.perf_counter(), self.last_exchange
         seconds = (now - before) / max(1, self.checked - checked_before)
         device = (self.device if norm.device.type == "cpu" else None) or norm.device  # optimizer offload: norm on a CPU
         dtype, count = at_least_fp32(norm), len(self.losses) if self.divided else min(1, len(self.losses))
-        known = torch.tensor([count, process.told_to_stop(), rates, self.used % EXACT, seconds], dtype=dtype)
+        told, used = process.told_to_stop(), self.used % EXACT
+        known = torch.tensor([count, told, self.copies % EXACT, rates, used, seconds], dtype=dtype)
         total = sum(loss.to(dtype) for loss in self.losses) if self.losses else torch.zeros((), dtype=dtype)
         parts = (total.view(1), known, norm.to(dtype).view(1))  # pyrefly: ignore[missing-attribute]
         return torch.cat([to_device(part, device) for part in parts])
@@ -205,7 +207,7 @@ class Steps:
         return rows.view(self.num_processes, -1)
 
     def agree(self, rows: list[list[float]], checked: int) -> None:
-        """Takes what all processes have told. Raises Refused if their norms or learning rates differ."""
+        """Takes what all processes have told. Raises Refused if their norms, learning rates or copies differ."""
         self.last_exchange = time.perf_counter(), self.checked
         self.heard = any(told for _, _, told, *_ in rows)
         if len({row[-3] for row in rows}) > 1:
@@ -217,6 +219,11 @@ class Steps:
             raise Refused(
                 "the processes have different learning rates, so each would train a model of its own: a scheduler that "
                 "steps by a loss, as ReduceLROnPlateau, needs that of all: accelerator.reduce(loss, 'mean')"
+            )
+        if len({row[-5] for row in rows}) > 1:
+            raise Refused(
+                "some of the processes alone have written whole tensors into the sharded model, by load_state_dict "
+                "perhaps: do it in all processes, or before prepare()"
             )
         seconds, norms = max(row[-2] for row in rows), [row[-1] for row in rows]
         if all(map(math.isfinite, norms)) and max(norms) > SAME_NORM * min(norms):

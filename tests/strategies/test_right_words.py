@@ -205,6 +205,7 @@ ROWS = [
     ("zero2_bf16", "plateau", "the processes have different learning rates"),
     ("ddp_fp32", "plateau_of_all", TRAINS),
     ("ddp_bf16", "loaded", "the processes hold different weights, their norms are"),
+    ("fsdp_bf16", "loaded", "some of the processes alone have written whole tensors into the sharded model"),
     ("ddp_bf16", "written", "the processes hold different weights, their norms are"),
     ("ddp_bf16", "island", TRAINS),
     ("fsdp_bf16", "island", ISLAND),
