@@ -55,6 +55,9 @@ class Split(Strategy):
         first = session.rank - mesh.get_local_rank()
         torch.manual_seed(gather_object([torch.initial_seed()])[first])  # a group has one dropout mask
 
+    def copies(self) -> int:
+        return shards.copies
+
     def counted(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         first = mesh_of_group().get_local_rank() == 0  # counts what all of a group have, too
         return {name: parameter for name, parameter in parameters.items() if first or is_split(parameter)}
