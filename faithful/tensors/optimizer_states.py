@@ -60,10 +60,12 @@ def of_no_parameter(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def restore_of_no_parameter(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Loads what `of_no_parameter` returned."""
+    """Loads what `of_no_parameter` returned. Raises ValueError for what this optimizer has not."""
     others: Any = optimizer.state
     others.update(values.get("state", {}))
     if added := {key: value for key, value in values.items() if key != "state"}:
+        if unknown := added.keys() - of_no_parameter(optimizer).keys():
+            raise ValueError(f"{', '.join(sorted(unknown))} is none of its values")
         optimizer.load_state_dict(optimizer.state_dict() | added)
 
 
@@ -107,7 +109,18 @@ def form_of(state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None
 
 
 def put_together(values: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inverse: {key: state} of a checkpoint's {key: tensor}. Raises Refused if this torchao has no such class."""
+    """The inverse: {key: state} of a checkpoint's {key: tensor}. Raises Refused if this torchao has no such class, or
+    if what is said of a state cannot be."""
+    try:
+        return joined(values, parameter)
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise Refused(
+            f"the checkpoint's optimizer state is damaged ({type(error).__name__}: {said}): take another checkpoint"
+        ) from None
+
+
+def joined(values: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     states, split = {key: value for key, value in values.items() if not key.endswith(FORM)}, {}
     for at in values.keys() - states.keys():
         key, form = at.removesuffix(FORM), json.loads(bytes(values[at].tolist()))

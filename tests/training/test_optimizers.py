@@ -99,6 +99,9 @@ def test_a_class_that_is_not_torchaos_is_not_made():
     text = torch.tensor(list(b'["subprocess", "Popen", [["true"]]]'), dtype=torch.uint8)
     with pytest.raises(states.Refused, match="exp_avg is a subprocess.Popen, which cannot be made here"):
         states.put_together({"exp_avg.class": text}, text)
+    for damaged in (b"[1", b'["torchao.optim"]', b"7"):
+        with pytest.raises(states.Refused, match="the checkpoint's optimizer state is damaged"):
+            states.put_together({"exp_avg.class": torch.tensor(list(damaged), dtype=torch.uint8)}, text)
 
 
 def test_low_bit_states_are_not_cut_for_another_number_of_processes(tmp_path):
@@ -173,17 +176,14 @@ def test_an_optimizer_under_fsdp2_is_torchs_or_refused(tmp_path, make, says):
 
 def goes_back(make, folder):
     """What a rank runs: whether an optimizer of the script's takes the same two steps again from a checkpoint."""
-    accelerator = Accelerator()
-    ends = []
+    accelerator, ends = Accelerator(), []
     for again in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 16))
         model, optimizer = accelerator.prepare(model, make(model.parameters()))
-        if again:
-            accelerator.load_state(folder)
         for step in range(2 * again, 4):
-            if step == 2 and not again:
-                accelerator.save_state(folder)
+            if step == 2:
+                accelerator.load_state(folder) if again else accelerator.save_state(folder)
             data = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
             accelerator.backward((model(data) - data).square().mean())
             optimizer.step()
