@@ -214,7 +214,7 @@ def test_an_evaluation_ends_while_its_loader_has_processes(end, loading):
     """Loader processes ignore SIGTERM, by which multiprocessing would end them."""
     loader = "loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(99)), 4, num_workers=1, "
     code, said, _ = end(f"{TRAIN}{loader}{loading}\nprint('done')")
-    assert code == 0 and said.endswith("done\n")
+    assert code == 0 and "done\n" in said
 
 
 OWN = "signal.signal(signal.SIGTERM, lambda *_: (print('mine'), sys.exit(9)))\n"
