@@ -119,8 +119,11 @@ def versions(figures):
     suites = []
     for name, row in figures.get("suites", {}).items():
         words = ", ".join(f"{key}={value}" for key, value in row["environment"].items())
-        suites.append(f"`{name}` ({words}): {row['passed']:,} pass, {len(row['failed'])} fail")
-    older = f"\nThe default tests, held down to what older CPUs have: {'; '.join(suites)}.\n" if suites else ""
+        failed = ", ".join(f"`{test.rpartition('::')[2]}`" for test in row["failed"])
+        suites.append(
+            f"`{name}` ({words}): {row['passed']:,} pass, {len(row['failed'])} fail" + f" ({failed})" * bool(failed)
+        )
+    older = f"\n\nThe default tests, held down to what older CPUs have: {'; '.join(suites)}." if suites else ""
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}{older}"
 
 
