@@ -72,9 +72,11 @@ def replace(slow_kinds: dict[str, list[str]]) -> Callable[[], object]:
 def in_fp32(name: str, torchs: Any, plain: Any, dtypes: set[torch.dtype], keys: Any, *args: Any, **kwargs: Any) -> Any:
     """A kernel of aten. name: the operator's. torchs: torch's kernel. plain: torch's, which returns a new tensor."""
     dtype = args[0].dtype
+    if dtype not in dtypes:
+        return torchs.call_boxed(keys, *args, **kwargs)
     attention = name in OPERATORS["attention"]  # whose tensors are in two dtypes
-    alike = attention or all(x.dtype == dtype for x in args if isinstance(x, torch.Tensor))
-    if dtype not in dtypes or not alike:  # of two dtypes torch's kernel makes an error, as a GPU's does
+    if not attention and any(isinstance(x, torch.Tensor) and x.dtype != dtype for x in args):
+        # of two dtypes torch's kernel makes an error, as a GPU's does
         return torchs.call_boxed(keys, *args, **kwargs)
     target = kwargs.pop("out", None)
     if name.endswith("_"):

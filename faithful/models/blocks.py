@@ -49,7 +49,8 @@ def repeated(model: nn.Module) -> list[str]:
     def look(module: nn.Module, listed: bool) -> None:
         for child in module.children():
             call: Any = type(child).__call__
-            hooked = call is nn.Module.__call__ or "__call__" in call.__code__.co_names
+            code = getattr(call, "__code__", None)  # not of a partial method, say
+            hooked = call is nn.Module.__call__ or code is None or "__call__" in code.co_names
             if isinstance(child, CONTAINERS):
                 look(child, True)
             elif listed and hooked and any(child.children()) and any(True for _ in child.parameters()):

@@ -275,10 +275,10 @@ def rest_of(
     no parameter has the position ""."""
     in_models = {id(parameter) for prepared in models for parameter in prepared.model.parameters()}
     owned, inner = strategy.parameter_ids(optimizer), strategy.torch_optimizer(optimizer)
-    rest = {"": optimizer_states.of_no_parameter(inner)}
+    rest, holders = {"": optimizer_states.of_no_parameter(inner)}, optimizer_states.optimizers_in(inner)
     for at, parameter in enumerate(parameters_in(inner)):
         if id(parameter) in owned:  # under ZeRO the inner optimizer updates DeepSpeed's flat copies
-            in_a_model, state = id(parameter) in in_models, optimizer_states.states_of(inner, parameter)
+            in_a_model, state = id(parameter) in in_models, optimizer_states.states_of(holders, parameter)
             rest[str(at)] = {key: value for key, value in state.items() if not (in_a_model and torch.is_tensor(value))}
     return {at: state for at, state in rest.items() if state}
 
@@ -332,12 +332,12 @@ def compare_numbers(folder: Path, numbers: dict[str, tuple[int, int]]) -> str | 
 
 def restore_rest(optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, Any]]) -> None:
     """Loads what `rest_of` returned."""
-    parameters = parameters_in(optimizer)
+    parameters, holders = parameters_in(optimizer), optimizer_states.optimizers_in(optimizer)
     optimizer_states.restore_of_no_parameter(optimizer, saved.pop("", {}))
     for at, values in saved.items():
         parameter = parameters[int(at)]
         on_device = {k: v.to(parameter.device) if torch.is_tensor(v) and v.dim() else v for k, v in values.items()}
-        for each, kept in optimizer_states.by_optimizer(optimizer, on_device):
+        for each, kept in optimizer_states.by_optimizer(holders, on_device):
             each.state[parameter] = {**each.state.get(parameter, {}), **kept}
 
 

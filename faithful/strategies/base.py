@@ -220,13 +220,13 @@ class Strategy:
     def shards(self, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> Iterator[Shard]:
         """Yields a Shard for each tensor that this process holds of `parameters`, {name: parameter}, of their gradients
         and of their state in `optimizer`, which may be None. Evidence adds them up, a checkpoint is made of them."""
+        holders = optimizer_states.optimizers_in(self.torch_optimizer(optimizer)) if optimizer else {}
         for name, parameter in parameters.items():
             yield Shard("weight", name, None, local(parameter))
             of_a_level = hasattr(getattr(parameter, "_local_tensor", parameter), "amp8_linear")
             if parameter.grad is not None and not of_a_level:  # whose gradient the backend knows
                 yield Shard("gradient", name, None, local(parameter.grad))
-            states = optimizer_states.states_of(self.torch_optimizer(optimizer), parameter) if optimizer else {}
-            for key, value in states.items():
+            for key, value in optimizer_states.states_of(holders, parameter).items():
                 if torch.is_tensor(value):
                     for inner, tensor in optimizer_states.parts_of(key, value).items():
                         yield Shard("optimizer" if value.dim() else "counter", name, inner, tensor)
@@ -408,9 +408,10 @@ def load_state(
 ) -> None:
     """Loads the optimizer state of `parameters`, {name: parameter}, from a checkpoint. State of others stays. Tensors
     that are there already are filled, because a second copy of them may not fit in memory."""
+    holders = optimizer_states.optimizers_in(optimizer)
     states: dict[torch.optim.Optimizer, dict[nn.Parameter, dict[str, torch.Tensor]]] = {}
     for name, parameter in parameters.items():
-        prefix, held = tensor_keys.state(name, ""), optimizer_states.states_of(optimizer, parameter)
+        prefix, held = tensor_keys.state(name, ""), optimizer_states.states_of(holders, parameter)
         values = {
             place.removeprefix(prefix): filled(held.get(place.removeprefix(prefix)), parts[place])
             for place in parts
@@ -419,7 +420,7 @@ def load_state(
         for key, value in values.items():
             refuse_other_shape(optimizer, tensor_keys.state(name, key), value, local(parameter))
         values = optimizer_states.put_together(values, parameter)
-        for each, kept in optimizer_states.by_optimizer(optimizer, values):
+        for each, kept in optimizer_states.by_optimizer(holders, values):
             states.setdefault(each, {})[parameter] = kept
     for each, kept in states.items():
         if "state" in (before := each.state_dict()):

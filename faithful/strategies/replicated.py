@@ -57,13 +57,17 @@ class DDP(Strategy):
             model.averaged = now  # pyrefly: ignore[bad-argument-type]
 
     def refuse_apart(self, model: nn.Module) -> None:
-        """DDP sends the first process's weights when it is built, and never again."""
-        weights = (shard for shard in self.shards(dict(parameters_of(model)), None) if shard.kind == "weight")
-        norms = gather_object([torch.stack([shard.tensor.float().norm().cpu() for shard in weights]).norm().item()])
+        """DDP sends the first process's weights when it is built, and never again. A model that is not trained it does
+        not hold: that one may be each process's own, as a random target is."""
+        if not isinstance(model, DistributedDataParallel):
+            return
+        weights = [shard.tensor for shard in self.shards(dict(parameters_of(model)), None) if shard.kind == "weight"]
+        each = [(weight if weight.is_complex() else weight.float()).norm().cpu() for weight in weights]
+        norms = gather_object([torch.stack(each).norm().item()])
         if max(norms) > SAME_NORM * min(norms):
-            each = ", ".join(f"{norm:.6g}" for norm in norms)
+            said = ", ".join(f"{norm:.6g}" for norm in norms)
             raise Refused(
-                f"the processes hold different weights, their norms are {each}: one of them alone has written into the "
+                f"the processes hold different weights, their norms are {said}: one of them alone has written into the "
                 "model after prepare(), by load_state_dict perhaps: do it in all processes, or before prepare()"
             )
 

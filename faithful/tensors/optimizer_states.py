@@ -31,17 +31,16 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Opt
     return found
 
 
-def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """{key: value} of what an optimizer, and those in it, keep of a parameter."""
-    holders = optimizers_in(optimizer).items()
-    return {at + key: value for at, each in holders for key, value in each.state.get(parameter, {}).items()}
+def states_of(holders: Mapping[str, torch.optim.Optimizer], parameter: torch.Tensor) -> dict[str, Any]:
+    """{key: value} of what an optimizer, and those in it, keep of a parameter. holders: see `optimizers_in`."""
+    return {at + key: value for at, each in holders.items() for key, value in each.state.get(parameter, {}).items()}
 
 
 def by_optimizer(
-    optimizer: torch.optim.Optimizer, states: Mapping[str, Any]
+    holders: Mapping[str, torch.optim.Optimizer], states: Mapping[str, Any]
 ) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
     """The inverse of `states_of`: each optimizer with what it keeps."""
-    holders, split = optimizers_in(optimizer), {}
+    split: dict[str, dict[str, Any]] = {}
     for key, value in states.items():
         at = max((at for at in holders if key.startswith(at)), key=len)
         split.setdefault(at, {})[key.removeprefix(at)] = value

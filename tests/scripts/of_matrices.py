@@ -71,17 +71,6 @@ class ScheduleFree(torch.optim.Optimizer):
                     p.lerp_(z, 1 / group["k"])
 
 
-class Around(torch.optim.Optimizer):
-    """A wrapper that shares the groups of the optimizer inside."""
-
-    def __init__(self, inner):
-        self.inner, self.defaults, self.state = inner, inner.defaults, inner.state
-        self.param_groups = inner.param_groups
-
-    def step(self, closure=None):
-        self.inner.step(closure)
-
-
 class Flat(torch.optim.Optimizer):
     """Keeps the first weights flat, as Prodigy does, their sum over columns, and a number that belongs to none."""
 

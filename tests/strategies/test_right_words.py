@@ -117,6 +117,8 @@ def script(what):
         accelerator.prepare(critic, torch.optim.AdamW(critic.parameters()))
     if what == "frozen":  # as sd-scripts' UNet
         accelerator.prepare(copy.deepcopy(model).requires_grad_(False))
+    if what == "target":  # as random network distillation has one, and a loss without weights
+        accelerator.prepare(nn.Linear(4, 4 + accelerator.process_index).requires_grad_(False), nn.MSELoss())
     model, optimizer = accelerator.prepare(model, optimizer)
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
@@ -158,7 +160,7 @@ def script(what):
             plateau.step(accelerator.reduce(worse, "mean") if what == "plateau_of_all" else worse)
     if what == "written" and accelerator.is_main_process:
         accelerator.unwrap_model(model).head.weight.data.zero_()
-    if what == "written":
+    if what in ("written", "target"):
         accelerator.save_state(f"{sys.argv[2]}-state")
     state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
     if what == "saved":  # as k-diffusion does
@@ -206,6 +208,7 @@ ROWS = [
     ("ddp_fp32", "plateau_of_all", TRAINS),
     ("ddp_bf16", "loaded", "the processes hold different weights, their norms are"),
     ("fsdp_bf16", "loaded", "some of the processes alone have written whole tensors into the sharded model"),
+    ("ddp_bf16", "target", TRAINS),
     ("ddp_bf16", "written", "the processes hold different weights, their norms are"),
     ("ddp_bf16", "island", TRAINS),
     ("fsdp_bf16", "island", ISLAND),

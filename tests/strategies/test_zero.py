@@ -301,7 +301,7 @@ OF_MATRICES = {
     "clipped by layer": functools.partial(own.ClippedByLayer, lr=0.1),
     "own rate": own.OwnRate,
     "averaged": lambda of: importlib.import_module("timm.optim").Lookahead(own.Lars(of)),
-    "wrapped": lambda of: own.Around(torch.optim.RMSprop(of)),
+    "wrapped": own.Slow,
 }  # fmt: skip
 
 

@@ -142,7 +142,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         guard.refuse_sparse(model, "DeepSpeed")
         guard.refuse_own_parameters(model, "DeepSpeed")
         guard.refuse_strangers(model, optimizer)
-        if self.plan.strategy.startswith("zero3"):
+        if self._splits_weights:
             guard.refuse_compiled(model)
         guard.make_contiguous(model)
         refuse_optimizers_of_matrices(plan, optimizer)
