@@ -18,6 +18,7 @@ from harness import ROOT, came_from
 from tools import drawings, page, paired, report
 
 COMPARISONS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/compare_*/report.json"))
+BUDGETS = sorted(str(file.relative_to(ROOT)) for file in ROOT.glob("results/tokens/*/report.json"))
 PICTURE = "differences.svg"  # beside a comparison
 
 
@@ -44,6 +45,18 @@ def comparison(file, figures):
     text += f"(standard deviation). All of it: [{folder}/report.html]({folder}/report.html), one file to open."
     picture = f"![{name}: mean paired difference of each config to the baseline, with its interval]({folder}/{PICTURE})"
     return f"{text}\n\n{picture}\n\n{report.table(heads, rows)}"
+
+
+def tokens(file, figures):
+    """What every config needs more of the tokens, at each budget."""
+    sound, folder = [row for row in figures["rows"] if not row["error"]], Path(file).parent
+    heads, rows = report.budgets(figures, sound)
+    rows = [
+        [f"`{row['config']}`", *cells, f"{row['bytes_per_parameter']['total']:.1f}"]
+        for row, (_, *cells) in zip(sound, rows, strict=True)
+    ]
+    text = f"{came_from(figures)}; {len(sound[0]['seeds'])} seeds: [{folder}/report.html]({folder}/report.html):"
+    return f"{text}\n\n{report.table([*heads, 'B/param'], rows)}"
 
 
 def overhead(figures):
@@ -238,6 +251,7 @@ def installs(figures):
 
 TABLES = {
     **{file: partial(comparison, file) for file in COMPARISONS},
+    **{file: partial(tokens, file) for file in BUDGETS},
     "results/overhead.json": overhead,
     "results/install.json": installs,
     "results/kills_saving.json": kills,

@@ -73,6 +73,8 @@ TABLE = {  # what is changed: why
         "nn.DataParallel; one process has one GPU",
     "transformers.training_args:is_torch_bf16_gpu_available":
         "TrainingArguments(bf16=True), trl's default, raise an error on a CPU, where the run is rehearsed",
+    "transformers.training_args:TrainingArguments.__post_init__":
+        "with deepspeed= it sets DeepSpeed up, before an Accelerator can say that this is the config's",
     "transformers.trainer:Trainer._has_mixed_mesh_grads":
         "it looks for DTensors in .grad, which under ZeRO is not there",
     "transformers.trainer:Trainer.set_initial_training_values":

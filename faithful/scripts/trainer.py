@@ -3,6 +3,7 @@ its modules are loaded: a script may import them before or after its Accelerator
 
 TrainingArguments(bf16=True), and trl's, which are so by default, are made on a machine without an accelerator, too.
 There transformers raises an error, although its Trainer only hands the precision on to `Accelerator(mixed_precision=)`.
+TrainingArguments(deepspeed=) would set DeepSpeed up before an Accelerator can say that this is the config's.
 
 Trainer.save_model writes what `from_pretrained` loads, in every config. The optimizer in its checkpoints is that of the
 main process, which under tensor parallel is no whole one.
@@ -25,6 +26,7 @@ from faithful.launch import launcher
 from faithful.saving import whole_weights
 
 BF16 = "transformers.training_args:is_torch_bf16_gpu_available"
+MADE = "transformers.training_args:TrainingArguments.__post_init__"
 SAVE = "transformers.trainer:Trainer.save_model"
 RESUME = "transformers.trainer:Trainer._load_optimizer_and_scheduler"
 OPTIMIZER_OF = "transformers.trainer:Trainer._save_optimizer_and_scheduler"
@@ -42,15 +44,24 @@ def change() -> None:
             patches.undo_with(CHANGED[name], lambda f=finder: f in sys.meta_path and sys.meta_path.remove(f))
 
 
-def allow_bf16(module: ModuleType) -> None:
-    found = module.is_torch_bf16_gpu_available
+def leave_to_the_config(module: ModuleType) -> None:
+    found, made = module.is_torch_bf16_gpu_available, module.TrainingArguments.__post_init__
     if getattr(found, "__module__", None) == __name__:  # by an earlier Accelerator
         return
 
     def is_torch_bf16_gpu_available() -> bool:
         return found() or not torch.accelerator.is_available()
 
+    def __post_init__(self: Any) -> None:
+        if self.deepspeed:
+            raise Refused(
+                "the script passes deepspeed to TrainingArguments, which is the config's to say: leave it out, and use "
+                "a zero config, or name the file as deepspeed_config_file in a YAML of yours"
+            )
+        made(self)
+
     patches.replace(BF16, is_torch_bf16_gpu_available, module, "is_torch_bf16_gpu_available")
+    patches.replace(MADE, __post_init__)
 
 
 def save_whole(module: ModuleType) -> None:
@@ -99,7 +110,7 @@ def save_whole(module: ModuleType) -> None:
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "transformers.training_args": allow_bf16,
+    "transformers.training_args": leave_to_the_config,
     "transformers.trainer": save_whole,
 }
 CHANGED = {row.partition(":")[0]: row for row in (BF16, SAVE)}

@@ -353,6 +353,23 @@ def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said
     assert of(tmp_path)["evidence"]["dtypes"]["linear_output"] == "bfloat16"
 
 
+@there("transformers")
+def test_deepspeed_in_training_arguments_is_the_configs_to_say(tmp_path):
+    """It would be set up, on a CPU with a minute of compiling, before an Accelerator is made."""
+
+    def script():
+        from transformers import TrainingArguments
+
+        door.take_its_place()
+        file = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}
+        TrainingArguments(sys.argv[2], report_to=[], deepspeed=file)
+
+    for config in ("zero2_bf16", "ddp_bf16"):
+        train(config, tmp_path / config, code=2, script=script)
+        log = (tmp_path / f"{config}.log").read_text()
+        assert log.count("refused: the script passes deepspeed to TrainingArguments") == 1 and "Traceback" not in log
+
+
 def test_nothing_is_added_to_a_scripts_arithmetic(tmp_path):
     """With dropout and a shuffled loader: the same random numbers are drawn, too."""
     script = changed("own_loop", tmp_path, ("nn.GELU()", "nn.GELU(), nn.Dropout(0.1)"))
