@@ -185,6 +185,7 @@ class Accelerator(accelerate.Accelerator):
                 if engine := model.attach_optimizer(*how[1:], optimizer, self.prepared_parameters(), note):
                     self.step_by(engine, optimizer)
                 self.run.evidence = self.freed + [evidence.record for evidence in self.evidence]
+        process.watch_others(ending.newest)
         first = next((model for model in self.models if model.evidence), None)
         if first and self.record.seen["samples_per_step"] is None and not any(m.first_batch for m in self.models):
             first.first_batch = FirstBatch(first.model)

@@ -233,6 +233,12 @@ def handle_signals(note: Callable[[str], None], newest: Newest) -> None:
                 note(f"{number.name} has another handler, which stays: it does not stop this run with a checkpoint")
     if not interactive():
         deadline.watch(asks_to_stop, newest, functools.partial(end_late, newest))
+
+
+def watch_others(newest: Newest) -> None:
+    """Ends this process when no process can go on, from the time at which models are spread over several: a forward pass
+    of the main process alone, of a sample say, may come before the first step."""
+    if not interactive():
         rank_sync.watch(functools.partial(end_stuck, newest))
         end_on_mismatch(functools.partial(end_mismatched, newest))
 

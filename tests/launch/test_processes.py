@@ -471,13 +471,17 @@ def test_eight_kills_leave_nothing_behind(tmp_path):
 
 
 MORE = [("fsdp_bf16", "barrier"), ("fsdp_bf16", "item"), ("fsdp_bf16", "all_gather_"), ("zero3_bf16", "end_training")]
-ALONE = [("fsdp_bf16", "end_training"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+ALONE = [
+    ("fsdp_bf16", "end_training"),
+    ("fsdp_bf16", "no step"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
+]
 
 
 @pytest.mark.parametrize(("config", "other"), ALONE)
 def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, other):
     """Rank 0 is alone in a forward pass, or in an update of an average, and rank 1 in another call. But before that each
-    waits for the other, which sleeps, for much longer than this takes."""
+    waits for the other, which sleeps, for much longer than this takes; or no step has been made yet."""
 
     def script():
         from faithful import Accelerator
@@ -490,7 +494,7 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
         model = torch.nn.Linear(512, 512)  # ZeRO-3 keeps small ones whole
         average = torch.optim.swa_utils.AveragedModel(model)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        for late in (None, 0, 1):
+        for late in (None, 0, 1) if other != "no step" else ():
             if accelerator.process_index == late:
                 time.sleep(3)
             accelerator.backward(model(torch.ones(1, 512)).sum())
@@ -500,7 +504,7 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
             model.weight.norm().item()
         elif accelerator.is_main_process:
             average.update_parameters(model) if other == "all_gather_" else model(torch.ones(1, 512))
-        if other == "barrier":
+        if other in ("barrier", "no step"):
             accelerator.wait_for_everyone()
         if other in ("all_gather_", "item"):
             model(torch.ones(1, 512))
@@ -512,7 +516,7 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
     [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
     assert line.startswith("error: the processes wait for each other, and none can go on: rank 0 waits in ")
     assert (
-        f"; rank 1 waits in {'all_gather' if other == 'item' else other}" in line
+        f"; rank 1 waits in { {'item': 'all_gather', 'no step': 'barrier'}.get(other, other) }" in line
         and "no checkpoint was saved; make each such call on" in line
     )
     assert record(tmp_path / "run")["error"] == line[7:]
