@@ -236,8 +236,8 @@ def handle_signals(note: Callable[[str], None], newest: Newest) -> None:
 
 
 def watch_others(newest: Newest) -> None:
-    """Ends this process when no process can go on, from the time at which models are spread over several: a forward pass
-    of the main process alone, of a sample say, may come before the first step."""
+    """Ends this process when no process can go on, from the time at which there is a model: a forward pass of the main
+    process alone, of a sample say, may come before the first step."""
     if not interactive():
         rank_sync.watch(functools.partial(end_stuck, newest))
         end_on_mismatch(functools.partial(end_mismatched, newest))

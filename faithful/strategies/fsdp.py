@@ -312,7 +312,7 @@ def shard(
     for key in [key for key, pair in SHARDS.items() if any(reference() is None for reference in pair)]:
         del SHARDS[key]
     SHARDS.update({key: (old, weakref.ref(now[name])) for name, (key, old) in was.items()})
-    model.no_sync = MethodType(no_sync, model)
+    model.no_sync, model._apply = MethodType(no_sync, model), MethodType(apply_changes, model)
     compute_in_autocast(session, model)
     model.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else reshard(module))
     if hasattr(model, "generate"):  # of transformers: it calls an encoder outside the model's forward pass
@@ -320,6 +320,14 @@ def shard(
             model.generate = autocast_of(session)(model.generate)
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+def apply_changes(model: nn.Module, function: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
+    """Torch's `_apply`, which puts a new tensor into each shard, and cannot where something refers to it, also if
+    `function`, to(device) for one, changes nothing."""
+    with torch.no_grad():
+        changes = any(function(tensor) is not tensor for tensor in (*model.parameters(), *model.buffers()))
+    return type(model)._apply(model, function, recurse) if changes else model
 
 
 def taken_out(

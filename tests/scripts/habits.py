@@ -348,6 +348,7 @@ ROWS = {
     "a block in eval()": block_in_eval,
     "dtypes of inputs and outputs": dtypes_in_and_out,
     "model.bfloat16() before prepare": in_bf16,
+    "model.to(device) after a step": at("stepped", steps=(0,))(lambda run: run.prepared.to(run.weight().device)),
     "lr = 0 after a step": slower,
     "a penalty over model.parameters()": penalty,
     "two backward passes": at("begun")(another_pass()),
@@ -381,7 +382,7 @@ ROWS = {
 NEED_BLOCKS = {"p.copy_ in forward", "p.data.clamp_ in forward", "p.data = in forward"}  # rows for Net alone
 WITHOUT_EFFECT = {  # on the weights, which in torch are those of training without the row, or nearly
     "nothing", "p.grad is read", "model.eval()", "a block in eval()", "dtypes of inputs and outputs", "model.bfloat16() before prepare",
-    "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
+    "model.to(device) after a step", "optimizer.zero_grad gives up", "model.zero_grad gives up", "p.grad = None gives up",
     "an infinite loss is given up", "weights swapped for an evaluation", "an evaluation between backward and step",
     "two forward passes, one backward pass", "optimizer.state.clear()", "optimizer.load_state_dict",
     "model.zero_grad(set_to_none=False) before a step", "optimizer.zero_grad(set_to_none=False) before a step",
