@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused
+from faithful.strategies import guard
 from faithful.tensors import optimizer_states
 from faithful.tensors.names import local, parameters_of, plain_names, unwrapped
 
 if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
     from faithful.disk.tensor_files import TensorFile
@@ -158,6 +160,12 @@ class Strategy:
                     f"{type(optimizer).__name__} has state before it is prepared, which {self.plan.strategy} cannot "
                     "shard: prepare it first, then load its state, or, if it has it from the start, use a ddp config"
                 )
+
+    def refuse_order(self, model: nn.Module, optimizer: "AcceleratedOptimizer") -> None:
+        """Raises Refused if processes that exchange parts of weights in an update, to have whole matrices perhaps, go
+        through them in other orders. Called with each prepared optimizer."""
+        if not self.replicates and not guard.updates_elements(optimizer.optimizer):
+            guard.refuse_other_order(model, optimizer.optimizer, self.plan.strategy)
 
     def free(self) -> None:
         """Called by `accelerator.free_memory`, to let go of what this strategy holds of the models."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import NoReturn
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -172,6 +173,17 @@ def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         raise Refused(
             f"the optimizer updates {strangers} tensors that are not in the model, perhaps the loss's, and DeepSpeed "
             "cannot: make them parameters of the model, or give them an optimizer of their own under a ddp config"
+        )
+
+
+def refuse_other_order(model: nn.Module, optimizer: torch.optim.Optimizer, engine: str) -> None:
+    """Processes that update parts of all weights in a row, or exchange one after the other, need the same row."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    row = ", ".join(name_of.get(id(p), "") for group in optimizer.param_groups for p in group["params"])
+    if len(set(gather_object([row]))) > 1:
+        raise Refused(
+            f"each process has the parameters of {type(optimizer).__name__} in another order, as a set has them, and "
+            f"{engine} would take one for another: give it a list, [p for p in model.parameters() if p in the_set]"
         )
 
 

@@ -47,6 +47,7 @@ class PreparedModel:
         if optimizer in self.optimizers or not strategy.parameter_ids(optimizer) & self.parameters:
             return None
         self.optimizers.append(optimizer)
+        strategy.refuse_order(self.model, optimizer)
         engine = None
         if self.evidence:
             backend.another_optimizer(self.model, optimizer)

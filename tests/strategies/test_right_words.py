@@ -94,8 +94,12 @@ def script(what):
         nn.init.normal_(model.head.weight, std=0.1, generator=torch.Generator().manual_seed(accelerator.process_index))
         first = model.head.weight.detach().clone()
     trained = [*nn.Module.parameters(model), *([weight] if what == "loss" else [])]
+    if what in ("set", "set_of_matrices") and accelerator.process_index:  # each process has its own order of a set
+        trained.reverse()
     # MS-AMP's levels take no other
     optimizer = torch.optim.AdamW(trained) if accelerator.plan.level else torch.optim.SGD(trained, lr=0.1)
+    if what == "set_of_matrices":
+        optimizer = torch.optim.Muon([parameter for parameter in trained if parameter.ndim == 2])
     if what == "transformers_shards":
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.distributed import DistributedConfig
@@ -247,6 +251,10 @@ ROWS = [
     ("fsdp_fp8_msamp_o2", "in_place", TRAINS),
     ("ddp_fp8", "in_place", TRAINS),
     ("fsdp_fp8", "in_place", "changes the output of an FP8 layer in place"),
+    ("fsdp_bf16", "set", TRAINS),
+    ("fsdp_bf16", "set_of_matrices", "each process has the parameters of Muon in another order, as a set has them"),
+    ("zero1_bf16", "set", "each process has the parameters of SGD in another order, as a set has them"),
+    ("zero3_bf16", "set", "each process has the parameters of SGD in another order, as a set has them"),
     ("zero2_bf16", "loss", "1 tensors that are not in the model"),
 ]
 QUICK = {
@@ -255,6 +263,7 @@ QUICK = {
     ("ddp_fp32", "twice"),
     ("fsdp_bf16", "tied_blocks"),
     ("zero2_bf16", "island"),
+    ("zero1_bf16", "set"),
 }
 
 

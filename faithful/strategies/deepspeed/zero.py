@@ -142,6 +142,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         guard.refuse_sparse(model, "DeepSpeed")
         guard.refuse_own_parameters(model, "DeepSpeed")
         guard.refuse_strangers(model, optimizer)
+        guard.refuse_other_order(model, optimizer, plan.strategy)
         if self._splits_weights:
             guard.refuse_compiled(model)
         guard.make_contiguous(model)
