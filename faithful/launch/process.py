@@ -137,10 +137,12 @@ def at_exit(newest: Newest, script: FrameType | None) -> None:
     if ended:  # sys.excepthook has closed it
         return
     problem = problem_at_exit(script)
-    code = exit_code_of(problem, newest(), print_error=None)
+    exits = isinstance(problem, SystemExit) and not isinstance(problem, Unseen)
+    code = exit_code_of(problem, newest(), traceback.print_exception if exits else None)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         wait_for_gloo()
-    if code and problem is None:  # checkpoints could not be written, or a script went on after it was told to stop
+    # checkpoints could not be written, or a script went on after it was told to stop, or has caught a refusal
+    if code and (problem is None or (exits and not problem.code)):
         os._exit(code)
 
 
@@ -215,7 +217,7 @@ def exit_and_note(status: Any = None) -> NoReturn:
     """sys.exit(), which keeps its code for the record."""
     global left
     left = SystemExit(status)
-    raise SystemExit(status)
+    raise left
 
 
 def handle_signals(note: Callable[[str], None], newest: Newest) -> None:
@@ -396,8 +398,11 @@ def last_step(problem: BaseException | None, run: Run | None) -> BaseException |
 
 
 def as_refusal(problem: BaseException | None, run: Run | None) -> BaseException | None:
-    """`problem`, or a Refused in its place if a library's error means that the script needs what the config's strategy
-    does not have, for example whole weights in fp32."""
+    """`problem`, or a Refused in its place if a library's error, or one that the script catches to exit, means that it
+    needs what the config's strategy does not have, for example whole weights in fp32."""
+    if isinstance(problem, SystemExit) and isinstance(problem.__context__, Exception):  # as ema_pytorch's EMA exits
+        caught = as_refusal(problem.__context__, run)
+        return caught if isinstance(caught, Refused) else problem
     if run is None or isinstance(problem, Refused | SystemExit):
         return problem
     if isinstance(problem, FileNotFoundError) and working_folder_is_gone():

@@ -157,6 +157,24 @@ def test_a_script_ends_with_its_own_code_and_cleans_up(end, tmp_path, last, code
     assert not list(tmp_path.glob("temporary*"))
 
 
+CAUGHT = "from faithful.errors import Refused\ntry: raise {}\nexcept Exception: {}"
+
+
+@pytest.mark.parametrize("door", [None, ["script.py"]], ids=["import", "door"])
+@pytest.mark.parametrize(
+    ("error", "exits", "code", "left"),
+    [
+        ("Refused('no')", "exit()", 2, ("failed", "no")),  # as ema_pytorch does if it cannot copy a model
+        ("Refused('no')", "sys.exit(1)", 1, ("failed", "no")),
+        ("ValueError('no')", "exit()", 0, ("finished", None)),
+        ("Refused('no')", "pass\nexit()", 0, ("finished", None)),
+    ],
+)
+def test_a_refusal_that_a_script_catches_to_exit_is_one(end, error, exits, code, left, door):
+    ended, said, found = end(TRAIN + "train(accelerator)\n" + CAUGHT.format(error, exits), door)
+    assert (ended, found) == (code, left) and said.count("refused: no") == (left[1] == "no")
+
+
 @pytest.mark.parametrize("last", ["raise SystemExit(3)", "exit(3)"])
 def test_through_python_m_faithful_the_record_has_the_code_too(end, last):
     assert end(f"{TRAIN}train(accelerator)\n{last}", door=["script.py"])[::2] == (
