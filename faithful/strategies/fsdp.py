@@ -209,6 +209,11 @@ class FSDP(Strategy):
                 f"write class {layout[1]}(nn.Module, ...), with ABC or Generic behind it, here or in its base, or use "
                 "a ddp or zero config"
             )
+        if re.search(r"'FSDP\w+' object has no attribute 'module'", error):
+            return Refused(
+                "the script uses model.module, the inside of DDP's wrapper, and FSDP2 has none: write "
+                "accelerator.unwrap_model(model), which is it everywhere, or use a ddp config"
+            )
         if "save_only_model option is not compatible" in error:
             return Refused(
                 "transformers' save_only_model=True needs whole weights in its checkpoints: set fsdp_state_dict_type: "

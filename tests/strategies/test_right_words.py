@@ -130,6 +130,8 @@ def script(what):
         accelerator.unwrap_model(model).load_state_dict({k: v * 2 for k, v in built(what).state_dict().items()})
     if what == "averaged":
         AveragedModel(model)
+    if what == "wrapper":  # as muse-maskgit-pytorch's trainers, in several processes
+        model.module.train()
     if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
         copy.deepcopy(accelerator.unwrap_model(model))(torch.arange(8), True)
     if what == "one_cycle":
@@ -251,6 +253,9 @@ ROWS = [
     ("fsdp_fp8_msamp_o2", "in_place", TRAINS),
     ("ddp_fp8", "in_place", TRAINS),
     ("fsdp_fp8", "in_place", "changes the output of an FP8 layer in place"),
+    ("ddp_bf16", "wrapper", TRAINS),
+    ("zero2_bf16", "wrapper", TRAINS),
+    ("fsdp_bf16", "wrapper", "the script uses model.module, the inside of DDP's wrapper"),
     ("fsdp_bf16", "set", TRAINS),
     ("fsdp_bf16", "set_of_matrices", "each process has the parameters of Muon in another order, as a set has them"),
     ("zero1_bf16", "set", "each process has the parameters of SGD in another order, as a set has them"),
