@@ -87,6 +87,8 @@ class Run:
         complete = self.checkpoints.newest_complete()
         if complete is None:
             return "no checkpoint was saved"
+        if self.checkpoints.elsewhere(complete):
+            return f"saved {complete}. To go on: accelerator.load_state({str(complete)!r})"
         return (
             f"saved {complete}. To go on: the same command with --output_dir {self.checkpoints.project_dir} "
             "--resume_from_checkpoint latest (a script of your own: accelerator.load_state())"

@@ -94,7 +94,13 @@ class Checkpoints:
         """The path of the newest complete checkpoint, when the one that is being written is complete, or None."""
         self.wait()
         with contextlib.suppress(OSError):
+            if self.newest and self.elsewhere(self.newest[1]) and (self.newest[1] / checkpoints.MANIFEST).exists():
+                return self.newest[1]
             return next(iter(checkpoints.list_checkpoints(self.folder)), None)
+
+    def elsewhere(self, path: Path) -> bool:
+        """Whether a checkpoint is in a folder that the script has named, where `load_state()` alone does not look."""
+        return path.resolve().parent != self.folder.resolve()
 
     def wait(self, seconds: float | None = None) -> None:
         """Waits until the checkpoint that is being written is complete, and tells the user if it could not be."""

@@ -474,6 +474,7 @@ MORE = [("fsdp_bf16", "barrier"), ("fsdp_bf16", "item"), ("fsdp_bf16", "all_gath
 ALONE = [
     ("fsdp_bf16", "end_training"),
     ("fsdp_bf16", "no step"),
+    ("fsdp_bf16", "saved elsewhere"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
 ]
 
@@ -500,11 +501,13 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
             accelerator.backward(model(torch.ones(1, 512)).sum())
             optimizer.step()
         print("held", flush=True)
+        if other == "saved elsewhere":  # as open-muse does
+            accelerator.save_state(f"{sys.argv[2]}-own")
         if accelerator.is_main_process and other == "item":
             model.weight.norm().item()
         elif accelerator.is_main_process:
             average.update_parameters(model) if other == "all_gather_" else model(torch.ones(1, 512))
-        if other in ("barrier", "no step"):
+        if other in ("barrier", "no step", "saved elsewhere"):
             accelerator.wait_for_everyone()
         if other in ("all_gather_", "item"):
             model(torch.ones(1, 512))
@@ -515,10 +518,10 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
     assert ranks.text().count("held") == 2
     [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
     assert line.startswith("error: the processes wait for each other, and none can go on: rank 0 waits in ")
-    assert (
-        f"; rank 1 waits in { {'item': 'all_gather', 'no step': 'barrier'}.get(other, other) }" in line
-        and "no checkpoint was saved; make each such call on" in line
-    )
+    called = {"item": "all_gather", "no step": "barrier", "saved elsewhere": "barrier"}.get(other, other)
+    kept = f"saved {tmp_path}/run-own. To go on: accelerator.load_state('{tmp_path}/run-own')"
+    kept = kept if other == "saved elsewhere" else "no checkpoint was saved"
+    assert f"; rank 1 waits in {called}" in line and f"{kept}; make each such call on" in line, line
     assert record(tmp_path / "run")["error"] == line[7:]
 
 
