@@ -110,7 +110,10 @@ class FSDP(Strategy):
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         for at, argument in enumerate(args):
             if isinstance(argument, torch.nn.Module) and not getattr(argument, "_is_accelerate_prepared", False):
-                prepared[at] = shard(session, accelerates, argument, optimizers)
+                holds = next(argument.parameters(), None) is not None  # a loss holds none
+                prepared[at] = (
+                    shard(session, accelerates, argument, optimizers) if holds else argument.to(session.device)
+                )
             elif not isinstance(argument, torch.nn.Module | torch.optim.Optimizer):
                 rest.append(at)
         for at, argument in enumerate(args):

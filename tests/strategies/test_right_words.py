@@ -121,6 +121,8 @@ def script(what):
         accelerator.prepare(critic, torch.optim.AdamW(critic.parameters()))
     if what == "frozen":  # as sd-scripts' UNet
         accelerator.prepare(copy.deepcopy(model).requires_grad_(False))
+    if what == "criterion":
+        accelerator.prepare(nn.MSELoss())
     if what == "target":  # as random network distillation has one, and a loss without weights
         accelerator.prepare(nn.Linear(4, 4 + accelerator.process_index).requires_grad_(False), nn.MSELoss())
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -253,6 +255,8 @@ ROWS = [
     ("fsdp_fp8_msamp_o2", "in_place", TRAINS),
     ("ddp_fp8", "in_place", TRAINS),
     ("fsdp_fp8", "in_place", "changes the output of an FP8 layer in place"),
+    ("fsdp_bf16", "criterion", TRAINS),
+    ("fsdp_fp8_msamp_o2", "criterion", TRAINS),
     ("ddp_bf16", "wrapper", TRAINS),
     ("zero2_bf16", "wrapper", TRAINS),
     ("fsdp_bf16", "wrapper", "the script uses model.module, the inside of DDP's wrapper"),
