@@ -162,9 +162,12 @@ class Strategy:
                 )
 
     def refuse_order(self, model: nn.Module, optimizer: "AcceleratedOptimizer") -> None:
-        """Raises Refused if processes that exchange parts of weights in an update, to have whole matrices perhaps, go
-        through them in other orders. Called with each prepared optimizer."""
-        if not self.replicates and not guard.updates_elements(optimizer.optimizer):
+        """Raises Refused if the processes go through the weights in other orders, and exchange parts of them in an
+        update, to have whole matrices perhaps, or draw random numbers for their rounding. Called with each prepared
+        optimizer."""
+        if self.plan.level:
+            guard.refuse_other_order(model, optimizer.optimizer, "MS-AMP's levels")
+        elif not self.replicates and not guard.updates_elements(optimizer.optimizer):
             guard.refuse_other_order(model, optimizer.optimizer, self.plan.strategy)
 
     def free(self) -> None:

@@ -262,6 +262,8 @@ ROWS = [
     ("fsdp_bf16", "wrapper", "the script uses model.module, the inside of DDP's wrapper"),
     ("fsdp_bf16", "set", TRAINS),
     ("fsdp_bf16", "set_of_matrices", "each process has the parameters of Muon in another order, as a set has them"),
+    ("ddp_fp8_msamp_o2", "set", "each process has the parameters of AdamW in another order, as a set has them"),
+    ("fsdp_fp8_msamp_o2", "set", "each process has the parameters of AdamW in another order, as a set has them"),
     ("zero1_bf16", "set", "each process has the parameters of SGD in another order, as a set has them"),
     ("zero3_bf16", "set", "each process has the parameters of SGD in another order, as a set has them"),
     ("zero2_bf16", "loss", "1 tensors that are not in the model"),
