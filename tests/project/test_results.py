@@ -230,6 +230,21 @@ def test_tokens_say_what_readme_and_their_page_say():
     assert [round(100 * value, 1) for value in (rows["o2"]["share"], low, high)] == [0.2, -3.5, 4.0]
 
 
+def test_what_weights_in_bf16_cost_grows_with_the_training():
+    """And what docs/tokens.md says of each budget."""
+    rows = {row["config"]: row["tokens"] for row in result("tokens/llama_nano/report")["rows"]}
+    assert {len(each["values"]) for row in rows.values() for each in row} == {5}
+    pure = [each["share"] for each in rows.pop("single_fp32 --dtype bfloat16")]
+    assert [round(100 * share, 1) for share in pure] == [2.9, 2.9, 7.0]
+    assert rows.pop("single_bf16, twin")[0]["interval"][1] < 0.01 and rows.pop("single_bf16")[0]["samples"] == 600
+    four = [each["interval"] for each in rows.pop("single_fp8_te_nvfp4")]
+    assert four[0][0] > 0.01 and four[2][0] < 0 < four[2][1] < 0.0215
+    stochastic = [each["interval"][1] for each in rows.pop("single_fp32 --dtype bfloat16 --optimizer adamw_bf16")]
+    highest = max(each["interval"][1] for row in rows.values() for each in row)
+    assert round(max(stochastic), 3) <= 0.012 and round(highest, 3) == 0.02 and len(rows) == 5
+    assert all(low <= 0 for row in rows.values() for low, _ in (each["interval"] for each in row))
+
+
 def test_compare_finds_the_planted_fault():
     found = result("planted/report")["rows"][-1]
     assert found["config"] == "single_fp8_te_nvfp4" and found["measures"]["eval_loss"]["kind"] == "higher"
