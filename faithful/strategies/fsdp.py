@@ -110,7 +110,7 @@ class FSDP(Strategy):
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         for at, argument in enumerate(args):
             if isinstance(argument, torch.nn.Module) and not getattr(argument, "_is_accelerate_prepared", False):
-                holds = next(argument.parameters(), None) is not None  # a loss holds none
+                holds = next(torch.nn.Module.parameters(argument), None) is not None  # a loss holds none
                 prepared[at] = (
                     shard(session, accelerates, argument, optimizers) if holds else argument.to(session.device)
                 )
@@ -215,7 +215,7 @@ class FSDP(Strategy):
         if re.search(r"'FSDP\w+' object has no attribute 'module'", error):
             return Refused(
                 "the script uses model.module, the inside of DDP's wrapper, and FSDP2 has none: write "
-                "accelerator.unwrap_model(model), which is it everywhere, or use a ddp config"
+                "accelerator.unwrap_model(model), which works under every config, or use a ddp config"
             )
         if "save_only_model option is not compatible" in error:
             return Refused(
@@ -331,8 +331,8 @@ def shard(
 
 
 def apply_changes(model: nn.Module, function: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
-    """Torch's `_apply`, which puts a new tensor into each shard, and cannot where something refers to it, also if
-    `function`, to(device) for one, changes nothing."""
+    """Torch's `_apply` puts a new tensor into each shard, which fails where something refers to the shard. So it is
+    called only if `function` changes something, which to(device) of a model that is there does not."""
     with torch.no_grad():
         changes = any(function(tensor) is not tensor for tensor in (*model.parameters(), *model.buffers()))
     return type(model)._apply(model, function, recurse) if changes else model

@@ -177,7 +177,7 @@ def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def refuse_other_order(model: nn.Module, optimizer: torch.optim.Optimizer, engine: str) -> None:
-    """Processes that update parts of all weights in a row, or exchange one after the other, need the same row."""
+    """Raises Refused if the processes have an optimizer's parameters in different orders. Every process calls it."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     row = ", ".join(name_of.get(id(p), "") for group in optimizer.param_groups for p in group["params"])
     if len(set(gather_object([row]))) > 1:

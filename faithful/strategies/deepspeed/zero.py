@@ -67,6 +67,7 @@ from faithful.strategies.deepspeed.seen import Held
 from faithful.tensors.names import parameters_of, tensors_of, unwrapped
 
 if TYPE_CHECKING:
+    from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import GradScalerKwargs
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -158,6 +159,9 @@ class ZeRO(GradientsElsewhere, Strategy):
         if plan.precision != "fp32":
             batch_norm.in_fp32(model)
         compute_in_autocast(session, model)
+
+    def refuse_order(self, model: nn.Module, optimizer: "AcceleratedOptimizer") -> None:
+        """Nothing: `before_prepare` has, and DeepSpeed's optimizer has flat parameters by now."""
 
     def prepare(
         self, session: Session, accelerates: Accelerates, args: tuple[Any, ...], device_placement: list[bool] | None
