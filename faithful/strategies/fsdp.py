@@ -187,6 +187,11 @@ class FSDP(Strategy):
             return said
         if self.plan.precision != "fp32" and (said := guard.in_two_dtypes(error, "FSDP2 gathers weights in 16 bit")):
             return said
+        if "RegisterPostBackwardFunction is a view" in error:
+            return Refused(
+                "a layer changes what it gets in place (x += ..., x[mask] = 0), and FSDP2 gives each layer that it "
+                "gathers a view, which torch protects: write x = x + ..., or use a ddp or zero config"
+            )
         if "setStorage" in error and "storage of size 0" in error:
             return Refused(
                 "a second derivative (create_graph=True, a gradient penalty) needs weights that "
@@ -399,7 +404,9 @@ def embedding_in_the_root(model: nn.Module, always: bool) -> Iterator[None]:
     hidden = ("get_input_embeddings", "get_output_embeddings") if none or always else ()
     for name in hidden:
         setattr(model, name, lambda: None)
-    if always:  # Accelerate looks for the last norm in this attribute
+    # Accelerate looks for the last norm in this attribute, by its name: Wav2Vec2EncoderStableLayerNorm is no norm
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+    if always or any("Norm" in type(child).__name__ and any(child.children()) for child in base.children()):
         hidden += ("base_model_prefix",)
         model.base_model_prefix = "no base model"  # pyrefly: ignore[bad-argument-type]
     try:

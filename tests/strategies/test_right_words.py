@@ -22,14 +22,34 @@ WIDTH, STEPS = 32, 3
 
 
 class Block(nn.Module):
-    def __init__(self, island):
+    def __init__(self, what):
         super().__init__()
-        self.island, self.linear, self.gate = island, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.island, self.linear, self.gate = what == "island", nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.times = torch.mul if what != "input" else torch.Tensor.mul_
 
     def forward(self, x):
+        x = self.times(x, 1)
         with torch.autocast("cpu", enabled=not self.island and torch.is_autocast_enabled("cpu")):
             gate = self.gate(x.float() if self.island else x).sigmoid()
         return x + self.linear(x).tanh() * gate.to(x.dtype)
+
+
+class Blocks(nn.ModuleList):
+    def forward(self, x):
+        for block in self:
+            x = block(x)
+        return x
+
+
+class StableLayerNorm(Blocks):
+    """As the encoder of transformers' wav2vec 2.0, which is no norm and changes what it gets in place."""
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return super().forward(x.mul_(1)) * self.scale
 
 
 class Net(nn.Module):
@@ -39,7 +59,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(64, WIDTH, sparse=what == "sparse")
         self.conv = nn.Conv2d(2, WIDTH, 4)
-        self.blocks = nn.ModuleList(Block(what == "island") for _ in range(2))
+        self.blocks = (StableLayerNorm if what == "named_norm" else Blocks)(Block(what) for _ in range(2))
         self.in_place = what == "in_place"  # as peft's AdaLoRA adds to the output of a layer
         self.tower = nn.Linear(WIDTH, WIDTH, bias=not self.in_place)  # torchao's output with a bias may be changed
         self.other, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
@@ -48,8 +68,7 @@ class Net(nn.Module):
     def forward(self, ids, tower):
         x = self.embed(ids)
         x = x + self.conv(x.view(-1, 2, 4, 4)).flatten(1)
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks(x)
         if self.in_place:
             out = self.tower(x)
             out += x
@@ -255,6 +274,10 @@ ROWS = [
     ("fsdp_fp8_msamp_o2", "in_place", TRAINS),
     ("ddp_fp8", "in_place", TRAINS),
     ("fsdp_fp8", "in_place", "changes the output of an FP8 layer in place"),
+    ("fsdp_bf16", "input", "a layer changes what it gets in place"),
+    ("fsdp_fp8", "input", "a layer changes what it gets in place"),
+    ("zero3_bf16", "input", TRAINS),
+    ("fsdp_bf16", "named_norm", TRAINS),
     ("fsdp_bf16", "criterion", TRAINS),
     ("fsdp_fp8_msamp_o2", "criterion", TRAINS),
     ("ddp_bf16", "wrapper", TRAINS),
