@@ -41,6 +41,10 @@ ONE_GRAPH = (
     "more backward passes than forward passes, and DDP averages the first one's gradients alone: add the losses and "
     "call backward once, without retain_graph"
 )
+INSIDE = (
+    "it calls the model inside DDP, as model.module and unwrap_model give it, and DDP averages after calls of its own: "
+    "call the prepared model"
+)
 MASKED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)  # with fused=True
 
 
@@ -137,7 +141,8 @@ class Steps:
 
     def passes(self, forward: int, backward: int) -> None:
         """What the script has done since the last update: so many passes."""
-        self.apart = NO_BACKWARD if not backward else ONE_GRAPH if backward > forward else APART
+        graph = ONE_GRAPH if forward else INSIDE
+        self.apart = NO_BACKWARD if not backward else graph if backward > forward else APART
 
     def uses(self, parameters: list[bool]) -> None:
         """Which parameters of an engine's model have a gradient in this process, which are those that it averages."""

@@ -165,7 +165,8 @@ def script(what):
         tower = what != "swapped" or accelerator.is_main_process
         if what in ("parts", "parts_found") and accelerator.process_index and step:
             tower = None
-        loss = (model(ids, tower).float() - ids.view(-1, 1) / 64).square().mean()
+        called = accelerator.unwrap_model(model) if what == "inside" else model  # as open-instruct's get_reward
+        loss = (called(ids, tower).float() - ids.view(-1, 1) / 64).square().mean()
         if what == "orthogonal":  # as AdaLoRA asks of its parts
             weight = accelerator.unwrap_model(model).blocks[0].linear.weight
             square = weight @ weight.T
@@ -216,6 +217,8 @@ ROWS = [
     ("fsdp_bf16", "parts", "gets data of another size: use every part of the model in each process"),
     ("zero2_bf16", "parts", "gets data of another size: use every part of the model in each process"),
     ("ddp_fp32", "twice", "more backward passes than forward passes"),
+    ("ddp_fp32", "inside", "calls the model inside DDP"),
+    *((config, "inside", TRAINS) for config in ("fsdp_bf16", "zero2_bf16", "zero3_bf16")),
     ("ddp_fp32", "by_hand", "steps without accelerator.backward"),
     ("fsdp_bf16", "by_hand", "torch.autograd.grad asks for gradients of shards"),
     *((f"zero{stage}_bf16", "by_hand", "gradients that DeepSpeed neither averages nor keeps") for stage in (1, 2, 3)),
@@ -248,8 +251,7 @@ ROWS = [
     ("fsdp_bf16", "abc", "FSDP2 gives LayoutOfABC a class of its own, for which Python needs nn.Module as the first"),
     ("ddp_bf16", "abc", TRAINS),
     ("fsdp_bf16", "no_tokens", TRAINS),
-    ("fsdp_bf16", "seeds", TRAINS),
-    ("hsdp_bf16", "seeds", TRAINS),
+    *((config, "seeds", TRAINS) for config in ("fsdp_bf16", "hsdp_bf16")),
     ("single_fp8_msamp_o2", "own", TRAINS),
     ("fsdp_bf16", "own", "OwnParameters has a method parameters() of its own, which FSDP2 would take for torch's"),
     ("zero2_bf16", "own", "OwnParameters has a method parameters() of its own, which DeepSpeed would take for torch's"),
@@ -274,8 +276,7 @@ ROWS = [
     ("fsdp_fp8_msamp_o2", "in_place", TRAINS),
     ("ddp_fp8", "in_place", TRAINS),
     ("fsdp_fp8", "in_place", "changes the output of an FP8 layer in place"),
-    ("fsdp_bf16", "input", "a layer changes what it gets in place"),
-    ("fsdp_fp8", "input", "a layer changes what it gets in place"),
+    *((config, "input", "a layer changes what it gets in place") for config in ("fsdp_bf16", "fsdp_fp8")),
     ("zero3_bf16", "input", TRAINS),
     ("fsdp_bf16", "named_norm", TRAINS),
     ("fsdp_bf16", "criterion", TRAINS),
