@@ -180,14 +180,14 @@ def a_model_more(run):
 
 
 @pytest.mark.parametrize(
-    ("script", "note"),
+    ("config", "script", "note"),
     [
-        (partial(loop, made=a_parameter_more), "1 trainable tensors are in no optimizer: extra, ..."),
-        (partial(loop, prepared=a_model_more), "Linear was prepared, but no prepared optimizer updates it"),
+        ("single_fp32", partial(loop, made=a_parameter_more), "1 trainable tensors are in no optimizer: extra, ..."),
+        ("ddp_fp32", partial(loop, prepared=a_model_more), "Linear was prepared, but no prepared optimizer updates it"),
     ],
 )
-def test_what_a_script_leaves_out_is_noted(tmp_path, script, note):
-    train("single_fp32", tmp_path / "run", script=script)
+def test_what_a_script_leaves_out_is_noted(tmp_path, config, script, note):
+    train(config, tmp_path / "run", script=script)
     assert f"note: {note}" in (tmp_path / "run.log").read_text()
 
 
