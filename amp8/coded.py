@@ -201,7 +201,7 @@ def alias_of(weight: CodedWeight) -> CodedWeight:
 
 
 def value_of(x: Any) -> Any:
-    if not isinstance(x, CodedWeight):
+    if type(x) is not CodedWeight:
         return x
     layer = x.amp8_linear
     value = layer.true_weight(layer.plain_dtype)
@@ -213,8 +213,9 @@ def value_of(x: Any) -> Any:
 def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.Function.apply, which asks no __torch_function__: the forward pass, perhaps a kernel that takes
     the address of memory, would get codes, and the gradient would reach the parameter, where nobody looks."""
-    kwargs = {key: value_of(value) for key, value in kwargs.items()}
-    return PLAIN_APPLY.__get__(None, function)(*map(value_of, args), **kwargs)
+    if CodedWeight in map(type, (*args, *kwargs.values())):  # not isinstance: every function comes by here
+        args, kwargs = tuple(map(value_of, args)), {key: value_of(value) for key, value in kwargs.items()}
+    return PLAIN_APPLY.__get__(None, function)(*args, **kwargs)
 
 
 PLAIN_APPLY = torch.autograd.Function.__dict__["apply"]

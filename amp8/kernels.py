@@ -29,16 +29,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 def fits(device: torch.device) -> bool:
     """Whether the kernels run on a device: an NVIDIA GPU with FP8 tensor cores (Triton has no e4m3 on older ones)."""
-    return capable(device) if torch.compiler.is_compiling() else known(device)
-
-
-def capable(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip or not HAS_TRITON:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-known = functools.cache(capable)
+    return device.type == "cuda" and HAS_TRITON and not torch.version.hip and scaling.fp8_cores(device)
 
 
 def blocks(n: int, size: int) -> int:
@@ -54,8 +45,11 @@ def gpu() -> ModuleType:
 
 
 def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    kernel = getattr(gpu(), name)[grid]
+    if args[0].get_device() == torch.cuda.current_device():
+        return kernel(*args, **constants, **FUSED)
     with torch.cuda.device_of(args[0]):
-        getattr(gpu(), name)[grid](*args, **constants, **FUSED)
+        kernel(*args, **constants, **FUSED)
 
 
 def write(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

@@ -499,13 +499,12 @@ class Products(torch.autograd.Function):
         ctx.delayed, ctx.settings, ctx.operands = delayed, settings, operands
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
         w8, w_factor, bias = weight_operand(weight, weight_scale, transposed, bias, dtype)
-        w_scale = scale_of_operand(weight, weight_scale)
         reciprocals = x_factor, w_factor
         note(operands, scaling.E4M3, scaling.E4M3)
         # Backward makes the weight's FP8 copy again: keeping one per layer would cost a byte per parameter.
-        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale, w_scale, *reciprocals)
+        ctx.save_for_backward(x8_turned, x_scale, weight, weight_scale, *reciprocals)
         y = scaling.product(
-            x8, w8.t(), x_scale, w_scale, dtype, bias=bias, exact=exact, use_fast_accum=True, reciprocals=reciprocals
+            x8, w8.t(), x_scale, None, dtype, bias=bias, exact=exact, use_fast_accum=True, reciprocals=reciprocals
         )
         return output(y)
 
@@ -513,7 +512,7 @@ class Products(torch.autograd.Function):
     # pyrefly: ignore[bad-override]
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_a_derivative()
-        x8_turned, x_scale, weight, weight_scale, w_scale, x_factor, w_factor = ctx.saved_tensors
+        x8_turned, x_scale, weight, weight_scale, x_factor, w_factor = ctx.saved_tensors
         # Not saved with save_for_backward: a layer called twice updates the history between its two backward passes.
         window, gradient_format, transposed, exact, _ = ctx.settings
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
@@ -524,7 +523,7 @@ class Products(torch.autograd.Function):
             w8, *_ = weight_operand(weight, weight_scale, not transposed, after=dy_factor)
             factors = dy_factor, w_factor
             note(ctx.operands, gradient_format, scaling.E4M3)
-            dx = scaling.product(dy8, w8.t(), dy_scale, w_scale, dy.dtype, exact=exact, reciprocals=factors)
+            dx = scaling.product(dy8, w8.t(), dy_scale, None, dy.dtype, exact=exact, reciprocals=factors)
             dx = dx.to(ctx.x_dtype)
         if of_weight:
             pair = (dy8_turned, dy_scale, dy_factor), (x8_turned, x_scale, x_factor)

@@ -15,6 +15,7 @@ Formats: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433). 
 FP8-LM (arXiv:2310.18313). Scales that are not powers of two: TransformerEngine's DelayedScaling.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -232,7 +233,7 @@ def product(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
+    scale_b: torch.Tensor | None,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
     bias: torch.Tensor | None = None,
@@ -243,9 +244,9 @@ def product(
 ) -> torch.Tensor:
     """(a / scale_a) @ (b / scale_b) + bias for codes a [M, K] and b [K, N], as [M, N] of `out_dtype`. bias: [N].
 
-    scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]; reciprocals: of both, where they are known already. K and N must be
-    multiples of 16, as FP8 tensor cores demand, on every device; `pad_inner` allows any K, for tensor cores padded with
-    zeros, which changes nothing.
+    scale_a: 0-d or [M, 1]; scale_b: 0-d or [1, N]; reciprocals: of both, where they are known already: then scale_b may
+    be None, if it is a power of two. K and N must be multiples of 16, as FP8 tensor cores demand, on every device;
+    `pad_inner` allows any K, for tensor cores padded with zeros, which changes nothing.
 
     On a GPU with FP8 tensor cores: `torch._scaled_mm`, which adds a bias before it rounds; `use_fast_accum` is its own.
     Elsewhere the codes multiply as bf16, which holds every FP8 value exactly (codes may come as bf16 already), and the
@@ -259,25 +260,38 @@ def product(
         raise ValueError(f"FP8 products need K and N to be multiples of 16, got K={k}, N={n}")
     if a.dtype == b.dtype == E5M2:
         raise ValueError("FP8 products take at most one e5m2 operand")
+    # pyrefly: ignore[missing-attribute]
+    factors = reciprocals or (scale_a.reciprocal(), scale_b.reciprocal())
     if _has_fp8_hardware(a) and not exact:
-        scales = reciprocals or (scale_a.reciprocal(), scale_b.reciprocal())
-        return _hardware_product(a, b, *scales, out_dtype, bias, use_fast_accum)
+        return _hardware_product(a, b, *factors, out_dtype, bias, use_fast_accum)
     if bias is not None:
-        out = product(a, b, scale_a, scale_b, out_dtype, exact=exact, reciprocals=reciprocals)
+        out = product(a, b, scale_a, scale_b, out_dtype, exact=exact, reciprocals=factors)
         return out.add_(bias.to(out_dtype))
     if exact or out_dtype == torch.float32:
+        scale_b = factors[1].reciprocal() if scale_b is None else scale_b
         with torch.autocast(a.device.type, enabled=False):
             return (dequantize(a, scale_a) @ dequantize(b, scale_b)).to(out_dtype)
     out = decode(a, torch.bfloat16) @ decode(b, torch.bfloat16)
-    factor_a, factor_b = reciprocals or (scale_a.reciprocal(), scale_b.reciprocal())
-    factor = factor_a * factor_b
+    factor = factors[0] * factors[1]
     if out.is_cuda and factor.dim() == 0:
         factor = factor.reshape(1, 1)  # a 0-d factor would be rounded to bf16 there; a CPU keeps it fp32
     return out.mul_(factor).to(out_dtype)
 
 
 def _has_fp8_hardware(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in (E4M3, E5M2) and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return x.is_cuda and x.dtype in (E4M3, E5M2) and fp8_cores(x.device)
+
+
+def fp8_cores(device: torch.device) -> bool:
+    """Whether a GPU has FP8 tensor cores. torch's own lookup takes half as long as the launch of a product."""
+    return capable(device) if torch.compiler.is_compiling() else known(device)
+
+
+def capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+known = functools.cache(capable)
 
 
 def _hardware_product(
@@ -302,13 +316,14 @@ def _hardware_product(
     in_the_product = bias is not None and dtype == out_dtype != torch.float32
     out = torch._scaled_mm(
         a.contiguous(),
-        b.t().contiguous().t(),  # tensor cores read rows of a and columns of b
+        b if b.stride() == (1, b.shape[0]) else b.t().contiguous().t(),  # tensor cores read rows of a and columns of b
         scale_a=scale_a.contiguous(),
         scale_b=scale_b.contiguous(),
         bias=bias.to(dtype) if in_the_product else None,  # pyrefly: ignore[missing-attribute]
         out_dtype=dtype,
         use_fast_accum=use_fast_accum,
-    ).to(out_dtype)
+    )
+    out = out if dtype == out_dtype else out.to(out_dtype)
     return out if bias is None or in_the_product else out.add_(bias.to(out_dtype))
 
 

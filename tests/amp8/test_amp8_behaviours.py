@@ -143,6 +143,7 @@ def test_b09_the_capability_decides_not_the_name_of_the_device(monkeypatch, capa
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
+    monkeypatch.setattr(amp8.scaling, "known", amp8.scaling.capable)
     assert amp8.scaling._has_fp8_hardware(OnGPU()) is fp8
 
 

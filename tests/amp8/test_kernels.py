@@ -21,14 +21,12 @@ def test_the_kernels_compute_what_is_written():
 
 def test_only_gpus_with_fp8_tensor_cores_run_them(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    kernels.known.cache_clear()
+    monkeypatch.setattr(scaling, "known", scaling.capable)
     for capability, fits in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
         assert kernels.fits(torch.device("cuda", 0)) is fits
-        kernels.known.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not kernels.fits(torch.device("cuda", 0)) and not kernels.fits(torch.device("cpu"))
-    kernels.known.cache_clear()
 
 
 def test_amp8_does_not_import_triton():
