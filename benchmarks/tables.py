@@ -149,6 +149,20 @@ def wrapper(figures):
     return f"{came_from(figures)}; ratios as above:\n\n" + report.table(heads, rows)
 
 
+def host(figures):
+    rows = []
+    for row in figures["rows"]:
+        low, high = row["ratio"]["quartiles"]
+        cells = [
+            f"`{row['config']}`",
+            f"{row['milliseconds']:.1f}",
+            f"{row['ratio']['median']:.2f} ({low:.2f} to {high:.2f})",
+        ]
+        rows.append([*cells, *(f"{row[key]:,}" for key in ("kernels", "products", "waits"))])
+    heads = ["config", "host, ms of a step", "over the first", "kernels", "products", "waits"]
+    return f"{came_from(figures)}; median of the turns (quartiles):\n\n" + report.table(heads, rows)
+
+
 KILLS = ("orphans", "failed_starts", "lost", "unequal")
 
 
@@ -260,6 +274,7 @@ TABLES = {
     "results/card.json": card,
     "results/versions.json": versions,
     "results/wrapper.json": wrapper,
+    "results/host.json": host,
     "results/large.json": large,
     "results/machines.json": machines,
     "results/gallery.json": gallery,

@@ -302,3 +302,12 @@ def test_scripts_of_public_reports_train_rightly_or_are_refused():
     assert not [row for row in late if row["config"] in ("single_bf16", "ddp_bf16", "single_fp8_msamp_o2")]
     page = " ".join((ROOT / "docs" / "measured.md").read_text().split())
     assert "33 scripts after public reports under 12 configs" in page and f"{len(late)} of {len(cells)} cells" in page
+
+
+def test_a_level_asks_less_of_the_host_than_torchao():
+    """By count, which no machine changes: of the same steps not compiled, and compiled."""
+    rows = {row["config"]: row for row in result("host")["rows"]}
+    calls = {config: row["kernels"] + row["products"] for config, row in rows.items()}
+    assert calls["single_fp8_msamp_o2"] < 0.4 * calls["single_fp8"]
+    assert calls["single_fp8_msamp_o2_compile"] < calls["single_bf16"]
+    assert all(row["waits"] <= 1 for row in rows.values()) and len({row["products"] for row in rows.values()}) == 1
