@@ -45,11 +45,8 @@ def gpu() -> ModuleType:
 
 
 def launch(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    kernel = getattr(gpu(), name)[grid]
-    if args[0].get_device() == torch.cuda.current_device():
-        return kernel(*args, **constants, **FUSED)
     with torch.cuda.device_of(args[0]):
-        kernel(*args, **constants, **FUSED)
+        getattr(gpu(), name)[grid](*args, **constants, **FUSED)
 
 
 def write(name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
