@@ -56,7 +56,7 @@ def build(folder):
     driver, version = re.findall(r"CUDAAPI\s+(cu\w+)\s*\(", header), re.search(r"define CUDA_VERSION (\d+)", header)[1]
     names |= {name.removesuffix("_v2") + more for name in driver for more in ("", "_v2")}
     names -= set(re.findall(r"^[\w ]+ \**(\w+)\(", source, re.M))
-    names = {name for name in names if not name.startswith("cuFile")}
+    names = {name for name in names if not name.startswith("cuFile")}  # of a library that torch brings
     (folder / "crt").mkdir()
     for name in ("host_defines.h", "host_config.h"):
         (folder / "crt" / name).write_text(TYPES)
@@ -78,8 +78,9 @@ def train(steps, file):
 
     from faithful import Accelerator
 
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN looks for a card of its own
     accelerator = Accelerator()
+    assert accelerator.device.type == "cuda", "the library is not in CUDA's place: what is timed would be a CPU's"
     set_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=512, num_key_value_heads=4, **sizes))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object
+from accelerate.utils import fsdp_utils, gather_object
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -404,9 +404,8 @@ def embedding_in_the_root(model: nn.Module, always: bool) -> Iterator[None]:
     hidden = ("get_input_embeddings", "get_output_embeddings") if none or always else ()
     for name in hidden:
         setattr(model, name, lambda: None)
-    # Accelerate looks for the last norm in this attribute, by its name: Wav2Vec2EncoderStableLayerNorm is no norm
-    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    if always or any("Norm" in type(child).__name__ and any(child.children()) for child in base.children()):
+    norm = fsdp_utils._find_final_norm(model)  # by its name: Wav2Vec2EncoderStableLayerNorm is an encoder
+    if always or (norm is not None and any(norm.children())):  # Accelerate looks for it in this attribute
         hidden += ("base_model_prefix",)
         model.base_model_prefix = "no base model"  # pyrefly: ignore[bad-argument-type]
     try:
