@@ -140,6 +140,7 @@ def at_exit(newest: Newest, script: FrameType | None) -> None:
     exits = isinstance(problem, SystemExit) and not isinstance(problem, Unseen)
     code = exit_code_of(problem, newest(), traceback.print_exception if exits else None)
     if os.environ.get("WORLD_SIZE", "1") != "1":
+        rank_sync.stop()
         wait_for_gloo()
     # checkpoints could not be written, or a script went on after it was told to stop, or has caught a refusal
     if code and (problem is None or (exits and not problem.code)):

@@ -224,6 +224,13 @@ def test_two_processes_end_with_their_codes_and_clean_up(end, tmp_path, last, co
     assert not list(tmp_path.glob("temporary*"))
 
 
+def test_the_thread_that_looks_for_a_deadlock_is_not_in_the_store_at_the_end(end):
+    """Python ends a thread that comes back from C++ once it shuts down, and pybind11 aborts the process then."""
+    busy = "from faithful.launch import rank_sync\nrank_sync.LOOKS, rank_sync.STANDS = 0, 1e-6\n"
+    busy += "rank_sync.waits_in = lambda idle: (1, 'a call')\n"
+    assert end(f"{busy}{TRAIN}train(accelerator)\n", ranks=2)[0] == [0, 0]
+
+
 @pytest.mark.parametrize(
     "loading",
     ["persistent_workers=True))\nfor batch in loader: pass", "))\nbatches = iter(loader)\nnext(batches)"],
