@@ -99,14 +99,16 @@ def losses(python, launch, recipe, env=None, limit=900):
         line = [python, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0", *launch]
         line += [f"recipes/{recipe[0]}.py", *recipe[1:], "--output_dir", f"{folder}/run"]
         # compiled code of another release is not taken
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"} | (env or {})
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "PYTHONFAULTHANDLER": "1"} | (env or {})
         try:
             ended = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:
             return f"not finished in {limit} s"
         if ended.returncode:
-            said = re.findall(r".*(?:refused:|Error: ).*", ended.stdout + ended.stderr)
-            return said[0].strip() if said else f"exit code {ended.returncode}"
+            said = ended.stdout + ended.stderr
+            print(*said.splitlines()[-60:], sep="\n", file=sys.stderr, flush=True)  # the line alone rarely says why
+            found = re.search(r".*(?:refused: |error: ).*|.*(?<!ChildFailed)Error: .*|.*Signal \d+ .*", said)
+            return found[0].strip() if found else f"exit code {ended.returncode}"
         rows = [json.loads(row) for row in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     return [row[key] for row in rows for key in ("loss", "eval_loss") if key in row]
 
