@@ -7,8 +7,9 @@ place of CUDA's runtime, its driver and cuBLAS. Python, torch's dispatcher, auto
 ones, so their time is what it is beside a card; what CUDA's own functions take comes on top. The numbers that a
 training computes are zeros.
 
-A Llama of four narrow blocks is trained with clipping and AdamW under each config, in turns (harness.py). The time is
-CPU time of all threads; kernels, products and waits are counted. Needs a C compiler, nm, and a torch built with CUDA.
+A Llama of four narrow blocks is trained with clipping and AdamW under each config, in turns (harness.py). `plain` is
+single_bf16 under plain Accelerate, with which the others are compared. The time is CPU time of all threads; kernels,
+products and waits are counted. Needs a C compiler, nm, and a torch built with CUDA.
 """
 
 import ctypes
@@ -25,8 +26,10 @@ from pathlib import Path
 
 from harness import ROOT, arguments, in_turns, ratio, save, watch
 
-WAYS = [f"single_{way}" for way in ("bf16", "fp8", "fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3")]
+PLAIN = "plain"
+WAYS = [PLAIN, *(f"single_{way}" for way in ("bf16", "fp8", "fp8_msamp_o1", "fp8_msamp_o2", "fp8_msamp_o3"))]
 WAYS += [f"single_{way}_compile" for way in ("bf16", "fp8", "fp8_msamp_o2")]
+CONFIGS = ROOT / "accelerate_configs"
 COUNTS = ("kernels", "products", "waits")
 PREFIXES = re.compile(r"(__)?cuda[A-Z_]|cublas[A-Z]|cu[A-Z]")
 TYPES = """
@@ -76,7 +79,10 @@ def train(steps, file):
     from accelerate.utils import set_seed
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from faithful import Accelerator
+    if Path(file).stem == PLAIN:
+        from accelerate import Accelerator
+    else:
+        from faithful import Accelerator
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN looks for a card of its own
     accelerator = Accelerator()
@@ -108,7 +114,8 @@ def start(library, way, steps, folder, port):
     env = {"LD_PRELOAD": library, "OMP_NUM_THREADS": 1, "FAITHFUL_PROJECT_DIR": folder / f"run-{way}"}
     env |= dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), library.parent)
     env |= {f"{name}_CACHE_DIR": library.parent / name for name in ("TRITON", "TORCHINDUCTOR")} | {"PYTHONPATH": ROOT}
-    words = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / f"{way}.yml"]
+    config = CONFIGS / f"{'single_bf16' if way == PLAIN else way}.yml"
+    words = ["-m", "accelerate.commands.launch", "--config_file", config]
     words += [ROOT / "benchmarks" / "host.py", "--one", steps, folder / f"{way}.json", port, counts_of(library, way)]
     with open(folder / f"{way}.log", "w") as log:
         env = os.environ | {name: str(value) for name, value in env.items()}
@@ -118,7 +125,7 @@ def start(library, way, steps, folder, port):
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a JSON file")
-    parser.add_argument("--configs", nargs="+", default=WAYS, help="the first one is what the others are compared with")
+    parser.add_argument("--configs", nargs="+", default=WAYS, help="`plain` or configs, compared with the first")
     parser.add_argument("--turns", type=int, default=20)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -140,15 +140,6 @@ def versions(figures):
     return f"{came_from(figures)}:\n\n{report.table(heads, rows)}{older}"
 
 
-def wrapper(figures):
-    rows = []
-    for row in figures["rows"]:
-        cells = [row["size"], f"{1000 * row['step_seconds_plain']:.1f}", ratios(row["faithful"]), ratios(row["same"])]
-        rows.append(cells)
-    heads = ["model", "step under Accelerate, ms", "`-m faithful` over Accelerate", "Accelerate over itself"]
-    return f"{came_from(figures)}; ratios as above:\n\n" + report.table(heads, rows)
-
-
 def host(figures):
     rows = []
     for row in figures["rows"]:
@@ -273,7 +264,6 @@ TABLES = {
     "results/step_time.json": step_times,
     "results/card.json": card,
     "results/versions.json": versions,
-    "results/wrapper.json": wrapper,
     "results/host.json": host,
     "results/large.json": large,
     "results/machines.json": machines,
