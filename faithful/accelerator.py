@@ -303,6 +303,9 @@ class Accelerator(accelerate.Accelerator):
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
             return
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        for line in saving.notes(script, self.strategy, self.backend) if script and self.num_processes > 1 else ():
+            self.note(line)
         self.checkpoints.wait()  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)
         if (leading := self.leading()) is not None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from faithful import __main__ as door
 from faithful.checkpoint import checkpoints
+from faithful.saving import saving
 
 CLIENTS = ROOT / "tests" / "clients"
 
@@ -341,6 +342,23 @@ def test_a_checkpoint_by_the_main_process_alone_is_written_and_said(tmp_path):
     made = of(tmp_path)
     assert any("steps a prepared scheduler 2 times" in line for line in made["notes"]) and len(made["notes"]) == 2
     assert made["seen"]["samples_per_step"] == 16, "two micro-batches of four, on two processes"
+
+
+def test_a_save_of_shards_by_the_main_process_alone_is_named_before_it_ends_the_run(tmp_path):
+    alone = ("    if step == 7:\n", "    if step == 7 and accelerator.is_main_process:\n")
+    log = run("own_loop", "fsdp_bf16", tmp_path, code={1, 2}, script=changed("own_loop", tmp_path, alone))
+    early, late = (line for line in log.splitlines() if "the main process alone" in line)
+    assert early.startswith("note: own_loop.py:") and "calls save_state on the main process alone" in early
+    assert late.startswith("refused: the main process alone calls save_state") and "Traceback" not in log
+
+
+def test_which_calls_are_of_the_main_process_alone(tmp_path):
+    block = "if {}:\n    if step:\n        self.accelerator.save_state('x')\nelse:\n    accelerator.save_state('y')\n"
+    alone = ("accelerator.is_main_process", "step and self.accelerator.is_main_process")
+    others = ("accelerator.is_main_process or sharded", "not accelerator.is_main_process", "step", "no Python")
+    for test in (*alone, *others):
+        (tmp_path / "script.py").write_text(block.format(test))
+        assert saving.calls_alone(tmp_path / "script.py") == ([(3, "save_state")] if test in alone else []), test
 
 
 def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):
