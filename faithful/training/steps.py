@@ -86,7 +86,6 @@ class Steps:
         self.used = 0  # a number of which parameters had a gradient, in this process, in all updates
         self.copies = 0  # see Strategy.copies
         self.divided = True  # whether Accelerate divides the losses by their number; else their sum is the step's
-        self.loss_is_of_all = False  # whether `loss` is the mean over all processes
         self.times: list[float] = []
         self.excluded = 0
         self.clock: float | None = None
@@ -169,7 +168,7 @@ class Steps:
     ) -> None:
         """Takes the rows of all processes (`of_all`) or this one's. Raises Diverged if they are not finite. checked: as
         it was when the rows were made."""
-        self.norm, self.loss_is_of_all = rows[0][-1], of_all
+        self.norm = rows[0][-1]
         if of_all:
             self.agree(rows, checked)
         means = [total / count for total, count, *_ in rows if count]
