@@ -51,8 +51,7 @@ def in_parts(strategy: "Strategy", backend: "Backend") -> bool:
 def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
     """Names the calls of a script on the main process alone that need all processes: before the first step, as a save
     may come after hours."""
-    needed = ("save_state",) if in_parts(strategy, backend) else ()
-    needed += () if strategy.replicates else ("save_model", "get_state_dict")
+    needed = ["save_state"] * in_parts(strategy, backend) + ["save_model", "get_state_dict"] * (not strategy.replicates)
     alone = ((line, name) for line, name in calls_alone(script) if name in needed)
     told = "on the main process alone, but each process holds a part of the run: call it on all of them"
     return [f"{Path(script).name}:{line} calls {name} {told}, or the run ends there" for line, name in alone]
