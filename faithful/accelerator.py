@@ -37,7 +37,7 @@ from faithful.models import dtypes
 from faithful.plan import describe
 from faithful.saving import hub, saving, whole_weights
 from faithful.saving.state import RunState
-from faithful.scripts import trainer
+from faithful.scripts import alone, trainer
 from faithful.strategies.base import Accelerates, Engine, Session
 from faithful.tensors.names import perturb
 from faithful.training import clipping, draws, loaders
@@ -304,7 +304,7 @@ class Accelerator(accelerate.Accelerator):
         if self.record.opened:
             return
         script = getattr(sys.modules["__main__"], "__file__", None)
-        for line in saving.notes(script, self.strategy, self.backend) if script and self.num_processes > 1 else ():
+        for line in alone.notes(script, self.strategy, self.backend) if script and self.num_processes > 1 else ():
             self.note(line)
         self.checkpoints.wait()  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)

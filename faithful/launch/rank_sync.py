@@ -34,8 +34,8 @@ BETWEEN_TWO = ("send", "recv", "send_object_list", "recv_object_list", "batch_is
 BACKWARD = ("torch.autograd.graph", "_engine_run_backward")
 IDLE = 0.05  # of the time between two looks: a process that computes for less waits
 CALL = "call of "  # begins the name of a call that moves no data, see rank_sync.py
-looks: threading.Thread | None = None
-ends = threading.Event()  # the thread is to end
+watcher: threading.Thread | None = None
+over = threading.Event()  # the watcher is to end
 
 
 def tell(where: str) -> None:
@@ -111,17 +111,17 @@ def others_come(call: str, what: str, needed: bool) -> bool:
 
 def watch(end: Callable[[], object]) -> None:
     """Starts the thread, once in a process. end: called when no process can go on."""
-    global looks
-    if looks is None and launcher.is_distributed():
-        looks = threading.Thread(target=look, args=(end,), daemon=True)
-        looks.start()
+    global watcher
+    if watcher is None and launcher.is_distributed():
+        watcher = threading.Thread(target=look, args=(end,), daemon=True)
+        watcher.start()
 
 
 def stop() -> None:
     """Ends the thread: a process aborts whose Python shuts down while a thread is in a call of the store."""
-    ends.set()
-    if looks is not None:
-        looks.join(5)
+    over.set()
+    if watcher is not None:
+        watcher.join(5)
 
 
 def waits_in(idle: bool = False) -> tuple[object, str]:
@@ -153,7 +153,7 @@ def look(end: Callable[[], object]) -> None:
     import torch
 
     before, since, told, seen, used = None, 0.0, False, 0, time.process_time()
-    while launcher.is_distributed() and not ends.wait(LOOKS):
+    while launcher.is_distributed() and not over.wait(LOOKS):
         used, earlier = time.process_time(), used
         call, name = waits_in(used - earlier < IDLE * LOOKS and not torch.cuda.is_initialized())
         with contextlib.suppress(RuntimeError):  # the main process has ended, which serves the store

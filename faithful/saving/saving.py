@@ -3,7 +3,6 @@
 checkpoints.py has the files of a checkpoint, state.py its content, weight_files.py the files of save_model.
 """
 
-import ast
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -46,33 +45,6 @@ def all_save(state: RunState) -> bool:
 def in_parts(strategy: "Strategy", backend: "Backend") -> bool:
     """Whether each process holds a part of the run, so that all of them save."""
     return not strategy.replicates or backend.in_parts
-
-
-def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
-    """Names the calls of a script on the main process alone that need all processes: before the first step, as a save
-    may come after hours."""
-    needed = ["save_state"] * in_parts(strategy, backend) + ["save_model", "get_state_dict"] * (not strategy.replicates)
-    alone = ((line, name) for line, name in calls_alone(script) if name in needed)
-    told = "on the main process alone, but each process holds a part of the run: call it on all of them"
-    return [f"{Path(script).name}:{line} calls {name} {told}, or the run ends there" for line, name in alone]
-
-
-def calls_alone(script: str) -> list[tuple[int, str]]:
-    """(line, method) of the calls of an accelerator that a script makes in `if accelerator.is_main_process` blocks."""
-    try:
-        tree = ast.parse(Path(script).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    blocks = [node.body for node in ast.walk(tree) if isinstance(node, ast.If) and of_main_alone(node.test)]
-    calls = (node for block in blocks for line in block for node in ast.walk(line) if isinstance(node, ast.Call))
-    named = {(call.lineno, *ast.unparse(call.func).rpartition(".")) for call in calls}
-    return sorted((line, name) for line, owner, _, name in named if owner.endswith("accelerator"))
-
-
-def of_main_alone(test: ast.expr) -> bool:
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return any(of_main_alone(value) for value in test.values)
-    return isinstance(test, ast.Attribute) and test.attr == "is_main_process"
 
 
 def among_all(here: bool, together: bool) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from faithful import __main__ as door
 from faithful.checkpoint import checkpoints
-from faithful.saving import saving
+from faithful.scripts.alone import calls_alone
 
 CLIENTS = ROOT / "tests" / "clients"
 
@@ -358,7 +358,7 @@ def test_which_calls_are_of_the_main_process_alone(tmp_path):
     others = ("accelerator.is_main_process or sharded", "not accelerator.is_main_process", "step", "no Python")
     for test in (*alone, *others):
         (tmp_path / "script.py").write_text(block.format(test))
-        assert saving.calls_alone(tmp_path / "script.py") == ([(3, "save_state")] if test in alone else []), test
+        assert calls_alone(tmp_path / "script.py") == ([(3, "save_state")] if test in alone else []), test
 
 
 def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):

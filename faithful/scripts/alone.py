@@ -1,0 +1,44 @@
+"""What a script calls on the main process alone, as its file shows."""
+
+import ast
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from faithful.saving import saving
+
+if TYPE_CHECKING:
+    from faithful.backends.base import Backend
+    from faithful.strategies.base import Strategy
+
+
+def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
+    """Names the calls on the main process alone that need all processes: before the first step, as a save may come
+    after hours."""
+    needed = ["save_state"] * saving.in_parts(strategy, backend)
+    needed += ["save_model", "get_state_dict"] * (not strategy.replicates)
+    told = "on the main process alone, but each process holds a part of the run: call it on all of them"
+    calls = calls_alone(script) if needed else []
+    alone = [(line, name) for line, name in calls if name in needed]
+    return [f"{Path(script).name}:{line} calls {name} {told}, or the run ends there" for line, name in alone]
+
+
+def calls_alone(script: str | Path) -> list[tuple[int, str]]:
+    """(line, method) of the calls of an accelerator that a script makes in `if accelerator.is_main_process` blocks."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # Python has printed those of this file
+            tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    blocks = [node.body for node in ast.walk(tree) if isinstance(node, ast.If) and of_main_alone(node.test)]
+    inside = (node for block in blocks for line in block for node in ast.walk(line) if isinstance(node, ast.Call))
+    methods = (call.func for call in inside if isinstance(call.func, ast.Attribute))
+    of_one = (method for method in methods if ast.unparse(method.value).endswith("accelerator"))
+    return sorted({(method.lineno, method.attr) for method in of_one})
+
+
+def of_main_alone(test: ast.expr) -> bool:
+    """Whether the condition of an `if` holds on the main process alone."""
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.And) and any(map(of_main_alone, test.values))
+    return isinstance(test, ast.Attribute) and test.attr == "is_main_process"
