@@ -5,6 +5,7 @@ forked run takes the same path as a launched one. Tests look at the files that a
 """
 
 import collections
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -20,6 +21,7 @@ import sysconfig
 import textwrap
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import accelerate
@@ -127,10 +129,16 @@ def recipe(name):
     return module
 
 
+PORTS = itertools.count(os.getpid())
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that only this worker of pytest-xdist takes, below those that the kernel gives to whoever names none."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    while True:
+        port = 10000 + worker % 20 * 1000 + next(PORTS) % 1000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def as_a_script(main):
@@ -233,6 +241,8 @@ class Ranks:
                     elif not callable(script):
                         script = functools.partial(runpy.run_path, str(script), run_name="__main__")
                     as_a_script(script)
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(99)
             self.pids.append(pid)
