@@ -272,6 +272,8 @@ def rendezvous(timeout: datetime.timedelta) -> None:
     store = served(address, port, options) if serves else dist.TCPStore(address, port, is_master=False, **options)
     # init_process_group joins it
     rendezvous.store = store  # pyrefly: ignore[missing-attribute]
+    if not by_launcher and store.check([f"came/{rank}"]):  # a launcher may start its processes anew
+        raise Alone(f"rank {rank}: {address}:{port} is of another run, which has a rank {rank}: choose another port")
     store.set(f"came/{rank}", f"{os.getpid()} {pid_namespace()}")
     store.add("came", 1)
     # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.

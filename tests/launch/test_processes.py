@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -200,18 +199,8 @@ def exit_codes_and_errors(tmp_path, before, seconds, leaves=False):
     return codes, sorted(line for line in text.splitlines() if line.startswith("error: "))
 
 
-def test_a_process_that_never_comes_is_named(tmp_path):
-    def before(rank):
-        if rank == 1:
-            time.sleep(3)
-            os._exit(5)
-
-    codes, errors = exit_codes_and_errors(tmp_path, before, 2)
-    assert codes == [1, 5]
-    assert errors == ["error: rank 0: of 2 processes, rank 1 did not come within 2 s (COLLECTIVE_TIMEOUT)"]
-
-
 def test_a_dead_address_is_named_on_every_rank(tmp_path):
+    """On the rank that serves another address, as a process that never comes."""
     dead = free_port()
 
     def before(rank):
@@ -228,17 +217,15 @@ def test_a_dead_address_is_named_on_every_rank(tmp_path):
 
 
 def test_the_port_of_another_run_is_named(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as another:
-        port = another.getsockname()[1]
-
-        def before(rank):
-            if rank == 1:
-                os._exit(5)
-            os.environ["MASTER_PORT"] = str(port)
-
-        codes, errors = exit_codes_and_errors(tmp_path, before, 3)
-    assert codes == [1, 5]
-    assert errors == [f"error: port {port} of this machine is in use, by another run perhaps: choose another one"]
+    """To the rank that would serve it, and to one that would take the place of a process of that run."""
+    another = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    another.set("came/1", "its process")
+    codes, errors = exit_codes_and_errors(tmp_path, lambda rank: os.environ.update(MASTER_PORT=str(another.port)), 3)
+    assert codes == [1, 1] and another.get("came/1") == b"its process"
+    assert errors == [
+        f"error: port {another.port} of this machine is in use, by another run perhaps: choose another one",
+        f"error: rank 1: 127.0.0.1:{another.port} is of another run, which has a rank 1: choose another port",
+    ]
 
 
 def test_a_process_that_ends_between_the_meeting_and_the_process_group(tmp_path):
