@@ -138,7 +138,8 @@ class Checkpoints:
         behind: whether training may go on meanwhile, unless it is told to stop."""
         self.wait()
         if not together:
-            self.record.note("the main process alone calls save_state: the others' random states are in no checkpoint")
+            line = "the main process alone calls save_state: the others' random states are in no checkpoint"
+            self.record.note_once("saves alone", line)
         best = getattr(self.project, "best_model_checkpoint", None)  # ours: Accelerate knows of none
         own = self.record.own
         barred = own.kept if folder.absolute().parent == own.path else None
