@@ -152,7 +152,7 @@ def left() -> str:
 
 def end_the_stopped() -> None:
     """Kills the processes of this run on this machine that somebody has stopped, by SIGSTOP or in a debugger."""
-    for pid in launcher.processes_here():
+    for pid in launcher.processes_here().values():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):

@@ -413,11 +413,11 @@ def ranks_here() -> range:
 
 
 @functools.cache
-def processes_here() -> list[int]:
-    """The process ids of this run on this machine, where `rendezvous` has seen them."""
-    keys = [key for rank in ranks_here() if store().check([key := f"came/{rank}"])] if is_distributed() else []
-    told = [store().get(key).decode().partition(" ") for key in keys]
-    return [int(pid) for pid, _, where in told if where == pid_namespace()]
+def processes_here() -> dict[int, int]:
+    """{rank: process id} of this run on this machine, where `rendezvous` has seen them."""
+    keys = {rank: key for rank in ranks_here() if store().check([key := f"came/{rank}"])} if is_distributed() else {}
+    told = {rank: store().get(key).decode().partition(" ") for rank, key in keys.items()}
+    return {rank: int(pid) for rank, (pid, _, where) in told.items() if where == pid_namespace()}
 
 
 def pid_namespace() -> str:
@@ -428,13 +428,9 @@ def pid_namespace() -> str:
 
 def has_ended(rank: int) -> bool:
     """Whether the process of this rank is known to have ended: it was on this machine, as `rendezvous` has seen."""
-    if not store().check([f"came/{rank}"]):
-        return False
-    pid, _, where = store().get(f"came/{rank}").decode().partition(" ")
-    if where != pid_namespace():
-        return False
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE
+        pid = processes_here().get(rank)
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
 
 

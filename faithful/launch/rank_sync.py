@@ -43,8 +43,9 @@ def tell(where: str) -> None:
     import torch.distributed as dist
 
     if launcher.is_distributed() and dist.get_rank():
-        with contextlib.suppress(dist.DistError):  # the main process has ended
-            launcher.store().set(f"at/{dist.get_rank()}", where)
+        with contextlib.suppress(dist.DistError):  # the main process, which serves the store, has ended
+            if not launcher.has_ended(0):  # else torch prints forty lines of C++
+                launcher.store().set(f"at/{dist.get_rank()}", where)
 
 
 def all_ranks_called(what: str, needed: bool = False) -> bool:

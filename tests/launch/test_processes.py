@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, Ranks, alive, fake_accelerate, free_port, launched, record
+from test_kept import run
 
 from faithful.checkpoint import checkpoints
 from faithful.launch import process
@@ -257,6 +258,26 @@ def test_what_fails_while_a_run_is_being_made_is_one_line(tmp_path):
     codes, errors = exit_codes_and_errors(tmp_path, before, 3, leaves=True)
     assert codes == [1, 5] and errors == ["error: another process of this run ended"]
     assert record(tmp_path / "run")["status"] == "failed" and record(tmp_path / "run")["error"] in errors[0]
+
+
+def test_who_ends_after_the_main_process_says_nothing(tmp_path):
+    """The main process serves the store: torch printed a page of C++ for a run that told it more than once of its end."""
+    log = run(
+        tmp_path,
+        """
+import time
+from faithful.launch import launcher
+Accelerator(project_dir=folder)
+accelerator = Accelerator(project_dir=folder)
+model = accelerator.prepare(linear())
+while accelerator.process_index and not launcher.has_ended(0):
+    time.sleep(0.1)
+raise ValueError("of the script")
+""",
+        config="ddp_fp32",
+        code=1,
+    )
+    assert log.count("ValueError: of the script") == 2 and "c10" not in log
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
