@@ -264,7 +264,7 @@ class Accelerator(accelerate.Accelerator):
             data_loader.worker_init_fn = functools.partial(launcher.init_loader_worker, data_loader.worker_init_fn)
         if self.num_processes > 1 and not self.dispatch_batches:
             loaders.refuse_indices_without_batches(data_loader)
-        self.epochs.append(loaders.Epoch())
+        self.epochs.append(loaders.Epoch(self.record.note_once if self.strategy.exchanges_in_passes else None))
         return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> loaders.Prepared | DataLoader:

@@ -7,6 +7,7 @@ workers draw a seed once, in their loader's first epoch: those of a resumed run 
 torchdata StatefulDataLoader saves its own place in the data.
 """
 
+import contextlib
 import errno
 import itertools
 import json
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -29,9 +30,11 @@ States = dict[str, torch.Tensor]  # of random generators
 class Epoch:
     """The epoch of a prepared loader, also after `skip_first_batches`. `began`: {name: state} of its random generators
     when the epoch began; `again`: states to begin the next epoch with, or None. In both, `workers` is there if the
-    epoch goes on with persistent workers. `workers`: the state from which these drew their seed, or None."""
+    epoch goes on with persistent workers. `workers`: the state from which these drew their seed, or None. note: prints
+    and keeps a line of a kind, once; None where processes may make different numbers of passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str, str], None] | None = None) -> None:
+        self.note = note
         self.loaders: list[Prepared] = []
         self.began: States | None = None
         self.again: States | None = None
@@ -101,6 +104,9 @@ class Watched(DataLoader):
         epoch, generator = self.epoch(), sampler_generator(self)
         if epoch is None:  # its Accelerator is gone
             return super().__iter__()
+        if epoch.note and (numbers := uneven(self)):
+            gives = "a loader with even_batches=False gives some processes {} batches and others {}: a pass that needs "
+            epoch.note("uneven", gives.format(*numbers) + "all, in training or with sharded weights, fails at the last")
         again, epoch.again, later = epoch.again, None, torch.get_rng_state()
         if again is not None:
             set_generators(generator, again)
@@ -138,6 +144,16 @@ class Watched(DataLoader):
             raise
         finally:
             self.generator = own
+
+
+def uneven(loader: DataLoader) -> tuple[int, int] | None:
+    """The largest and the smallest number of batches that a process gets; None if all get as many, or it is unknown."""
+    shard = loader.batch_sampler
+    if isinstance(shard, BatchSamplerShard) and not (shard.even_batches or shard.split_batches or shard.drop_last):
+        with contextlib.suppress(TypeError):  # a sampler without a length
+            least, rest = divmod(len(shard.batch_sampler), shard.num_processes)
+            return (least + 1, least) if rest else None
+    return None
 
 
 def sampler_generator(loader: DataLoader | Prepared) -> torch.Generator | None:

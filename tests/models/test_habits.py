@@ -211,6 +211,21 @@ def test_uneven_batches_in_an_evaluation(tmp_path):
     assert "seen 32 without a step" in (tmp_path / "run.log").read_text()
 
 
+def begins_an_uneven_evaluation(accelerator, model, optimizer, loader):
+    each(accelerator, model, optimizer, loader)
+    loader.batch_sampler.even_batches = False  # as pytorch-accelerated's Trainer does
+    with torch.no_grad():
+        model(next(iter(loader)))
+
+
+@pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_fp32"])
+def test_uneven_batches_are_named_where_a_process_cannot_evaluate_alone(tmp_path, config):
+    """Before FSDP2 waits in the last one for who has none."""
+    train(config, tmp_path / "run", **as_with_m_faithful(loop, begins_an_uneven_evaluation, **FLOATS | {"batch": 24}))
+    line = "note: a loader with even_batches=False gives some processes 2 batches and others 1: a pass that needs all"
+    assert ((tmp_path / "run.log").read_text().count(line) == 1) == (config == "fsdp_fp32")
+
+
 def test_in_one_process_the_same_habits_run(tmp_path, alone):
     """Accelerate's LocalSGD does nothing there; with even batches nobody waits for anybody."""
     local = train("single_fp32", tmp_path / "local", **as_with_m_faithful(loop, local_sgd))
