@@ -36,12 +36,20 @@ def main(words: list[str]) -> None:
         raise Refused(f"python -m faithful: no file {words[0]} in {os.getcwd()}")
     take_its_place()
     sys.argv = words
-    if module:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    else:
-        root = str(Path(faithful.__file__).parents[1])  # of a clone, where amp8 is: perhaps the folder of `python -m`
-        sys.path[:] = dict.fromkeys([str(Path(words[0]).resolve().parent), *sys.path[1:], root])
-        runpy.run_path(words[0], run_name="__main__")
+    try:
+        if module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            root = str(Path(faithful.__file__).parents[1])  # of a clone, where amp8 is: perhaps `python -m`'s folder
+            sys.path[:] = dict.fromkeys([str(Path(words[0]).resolve().parent), *sys.path[1:], root])
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        from faithful import ending
+        from faithful.config import settings
+
+        problem = sys.exc_info()[1]
+        if not ending.made and getattr(problem, "code", problem) in (None, 0) and settings.rank() == 0:
+            print("note: the script has made no Accelerator, so nothing has run as its config says", flush=True)
 
 
 def take_its_place() -> None:

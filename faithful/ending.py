@@ -135,8 +135,11 @@ class Run:
         lost = error is not None and error.startswith((process.ENDED, process.SILENT))
         if error is None:
             self.complete()
-            if record.main and not code and self is newest() and not any(run.prepared for run in made):
-                print("note: the script has prepared no model, so nothing has run as its config says", flush=True)
+            unseen = not (self.closed or any(run.record.opened for run in made))
+            if record.main and not code and self is newest() and unseen:
+                by_hand = "no optimizer that was prepared has taken a step, so no training was checked or recorded"
+                none = "the script has prepared no model, so nothing has run as its config says"
+                print(f"note: {by_hand if any(run.prepared for run in made) else none}", flush=True)
         none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
         if not self.closed and error is None and record.opened:
             self.closed = True

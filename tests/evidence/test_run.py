@@ -1,5 +1,6 @@
 """What a run does when training goes wrong, and what it prints."""
 
+import contextlib
 import functools
 import io
 import json
@@ -14,7 +15,7 @@ import torch
 from conftest import distance, launched, metrics, recipe, record, train, weights
 from torch import nn
 
-from faithful import Accelerator
+from faithful import Accelerator, __main__ as door, ending
 from shared import args, lm, resnets, vision
 
 QUICK = ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 2)
@@ -254,12 +255,32 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(quick, tmp_path):
 def prepares(model):
     accelerator = Accelerator()
     if model:
-        accelerator.prepare(nn.Linear(2, 2))
+        model = accelerator.prepare(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()  # and steps by an optimizer of its own, as fastai's Learner
     accelerator.end_training()
 
 
 @pytest.mark.parametrize("model", [False, True])
-def test_a_script_that_prepares_no_model_is_told(tmp_path, model):
-    """As `-m lm_eval` on one device, which computes in the model's own dtype."""
+def test_a_script_of_which_nothing_is_seen_is_told(tmp_path, model):
+    """As `-m lm_eval` on one device, which computes in the model's own dtype and prepares no model."""
     train("single_bf16", tmp_path / "run", script=functools.partial(prepares, model))
-    assert ("note: the script has prepared no model" in (tmp_path / "run.log").read_text()) is not model
+    why = [
+        "the script has prepared no model, so nothing",
+        "no optimizer that was prepared has taken a step, so no training",
+    ]
+    assert [f"note: {line}" in (tmp_path / "run.log").read_text() for line in why] == [not model, model]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [("", True), ("exit(0)", True), ("exit(3)", False), ("1/0", False), ("ending.made.append(None)", False)],
+)
+def test_a_script_that_makes_no_accelerator_is_told(tmp_path, monkeypatch, capsys, body, told):
+    """As fastai's Learner in one process: what it trains has nothing of the config."""
+    (script := tmp_path / "mine.py").write_text(f"from faithful import ending\n{body}")
+    for what, name, value in ((door, "take_its_place", int), (ending, "made", []), (sys, "path", [*sys.path])):
+        monkeypatch.setattr(what, name, value)
+    monkeypatch.setattr(sys, "argv", [])
+    with contextlib.suppress(SystemExit, ZeroDivisionError):
+        door.main([str(script)])
+    assert ("note: the script has made no Accelerator" in capsys.readouterr().out) is told
