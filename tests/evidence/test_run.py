@@ -264,11 +264,8 @@ def prepares(model):
 def test_a_script_of_which_nothing_is_seen_is_told(tmp_path, model):
     """As `-m lm_eval` on one device, which computes in the model's own dtype and prepares no model."""
     train("single_bf16", tmp_path / "run", script=functools.partial(prepares, model))
-    why = [
-        "the script has prepared no model, so nothing",
-        "no optimizer that was prepared has taken a step, so no training",
-    ]
-    assert [f"note: {line}" in (tmp_path / "run.log").read_text() for line in why] == [not model, model]
+    log, why = (tmp_path / "run.log").read_text(), ("the script has prepared no", "no optimizer that was prepared")
+    assert [f"note: {line}" in log for line in why] == [not model, model]
 
 
 @pytest.mark.parametrize(

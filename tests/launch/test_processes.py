@@ -1,6 +1,5 @@
 """How the processes of a run find each other, and that none of them outlives its launcher."""
 
-import json
 import os
 import signal
 import subprocess
@@ -468,16 +467,6 @@ def test_a_model_that_is_being_written_is_no_stuck_run(tmp_path, config):
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file() and "did not stop" not in ranks.text()
 
 
-@pytest.mark.slow
-def test_eight_kills_leave_nothing_behind(tmp_path):
-    done = launched(sys.executable, "benchmarks/kills.py", "ddp_bf16", "--kills", "8", "--seed", "5",
-                    "--output", str(tmp_path / "kills.json"), timeout=590)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    [row] = json.loads((tmp_path / "kills.json").read_text())["rows"]
-    assert row["kills"] == sum(row["killed"].values()) == 8 and len(row["phase"]) > 1, row
-    assert [row[key] for key in ("orphans", "failed_starts", "lost", "unequal")] == [0] * 4, row
-
-
 MORE = [("fsdp_bf16", "barrier"), ("fsdp_bf16", "item"), ("fsdp_bf16", "all_gather_"), ("zero3_bf16", "end_training")]
 ALONE = [
     ("fsdp_bf16", "end_training"),
@@ -580,18 +569,6 @@ def test_a_process_that_waits_in_a_backward_pass_is_seen(tmp_path):
     assert ranks.wait(60) == [1, 1], ranks.text()
     [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
     assert "rank 0 is in _engine_run_backward" in line and "; rank 1 waits in barrier" in line
-
-
-@pytest.mark.slow
-def test_stuck_launches_end_and_leave_nothing_behind(tmp_path):
-    """A process that somebody has stopped goes on, and stops with a checkpoint; a collective alone has an end."""
-    done = launched(sys.executable, "benchmarks/stuck.py", "ddp_bf16", "--states", "alone", "stopped", "--ends", "twice",
-                    "killed", "--output", str(tmp_path / "stuck.json"), timeout=400)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "stuck.json").read_text())["rows"]
-    assert [row["code"] for row in rows] == [130, -9] * 2 and all(row["said"] for row in rows), rows
-    assert max(row["seconds"] for row in rows) < 45 and not any(row["orphans"] for row in rows), rows
-    assert "stopped after step" in rows[-1]["said"][0] and "rank 0 waits in all_reduce" in rows[1]["said"][0], rows
 
 
 @pytest.mark.parametrize("where", ["as_refusal", "close_record", "finished"])
