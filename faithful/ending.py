@@ -137,7 +137,7 @@ class Run:
             self.complete()
             unseen = not (self.closed or any(run.record.opened for run in made))
             if record.main and not code and self is newest() and unseen:
-                by_hand = "no optimizer that was prepared has taken a step, so no training was checked or recorded"
+                by_hand = "no prepared optimizer has updated a prepared model: steps were neither checked nor counted"
                 none = "the script has prepared no model, so nothing has run as its config says"
                 print(f"note: {by_hand if any(run.prepared for run in made) else none}", flush=True)
         none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
