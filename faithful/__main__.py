@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import faithful
+from faithful import ending
+from faithful.config import settings
 from faithful.errors import Refused
 from faithful.launch import process
 
@@ -34,7 +36,7 @@ def main(words: list[str]) -> None:
         raise Refused("python -m faithful [--config_wins] SCRIPT [its arguments], or -m MODULE [its arguments]")
     if not module and not Path(words[0]).is_file():
         raise Refused(f"python -m faithful: no file {words[0]} in {os.getcwd()}")
-    take_its_place()
+    config = take_its_place()
     sys.argv = words
     try:
         if module:
@@ -44,21 +46,17 @@ def main(words: list[str]) -> None:
             sys.path[:] = dict.fromkeys([str(Path(words[0]).resolve().parent), *sys.path[1:], root])
             runpy.run_path(words[0], run_name="__main__")
     finally:
-        from faithful import ending
-        from faithful.config import settings
-
         problem = sys.exc_info()[1]
-        if not ending.made and getattr(problem, "code", problem) in (None, 0) and settings.rank() == 0:
+        if config and not ending.made and getattr(problem, "code", problem) in (None, 0) and settings.rank() == 0:
             print("note: the script has made no Accelerator, so nothing has run as its config says", flush=True)
 
 
-def take_its_place() -> None:
-    """Replaces `Accelerator` by faithful's in every module that has imported it from Accelerate."""
+def take_its_place() -> str | None:
+    """Replaces `Accelerator` by faithful's in each module that has imported it. Returns the config's name, if any."""
     import accelerate.accelerator
 
     from faithful import patches, plan
     from faithful.accelerator import Accelerator
-    from faithful.config import settings
     from faithful.scripts import trainer
 
     patches.silence_torchao()
@@ -76,11 +74,10 @@ def take_its_place() -> None:
     for name, module in list(sys.modules.items()):
         if getattr(module, "Accelerator", None) is original and not name.startswith("faithful"):
             module.Accelerator = Accelerator  # pyrefly: ignore[missing-attribute]
+    return made.config
 
 
 if __name__ == "__main__":
-    from faithful import ending
-
     process.install_hooks(ending.newest)
     try:
         main(sys.argv[1:])

@@ -275,7 +275,7 @@ def test_a_script_of_which_nothing_is_seen_is_told(tmp_path, model):
 def test_a_script_that_makes_no_accelerator_is_told(tmp_path, monkeypatch, capsys, body, told):
     """As fastai's Learner in one process: what it trains has nothing of the config."""
     (script := tmp_path / "mine.py").write_text(f"from faithful import ending\n{body}")
-    for what, name, value in ((door, "take_its_place", int), (ending, "made", []), (sys, "path", [*sys.path])):
+    for what, name, value in ((door, "take_its_place", lambda: 1), (ending, "made", []), (sys, "path", sys.path[:])):
         monkeypatch.setattr(what, name, value)
     monkeypatch.setattr(sys, "argv", [])
     with contextlib.suppress(SystemExit, ZeroDivisionError):
