@@ -262,14 +262,16 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
             data_loader.worker_init_fn = functools.partial(launcher.init_loader_worker, data_loader.worker_init_fn)
-        if self.num_processes > 1 and not self.dispatch_batches:
-            loaders.refuse_indices_without_batches(data_loader)
+        if self.num_processes > 1:
+            loaders.look_at(data_loader, self.num_processes, bool(self.dispatch_batches), self.record.note_once)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        loaders.refuse_one_batch_for_all(prepared, self.num_processes // self.plan.group_size)
         self.epochs.append(loaders.Epoch(self.record.note_once if self.strategy.exchanges_in_passes else None))
-        return self.epochs[-1].watch(super().prepare_data_loader(data_loader, *args, **kwargs))
+        return self.epochs[-1].watch(prepared)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> loaders.Prepared | DataLoader:
         """The loader of the rest of an epoch, watched like the loader that it comes from."""
-        left = super().skip_first_batches(dataloader, num_batches)
+        left = loaders.as_before(super().skip_first_batches(dataloader, num_batches), dataloader)
         mine = next((epoch for epoch in self.epochs if any(loader is dataloader for loader in epoch.loaders)), None)
         return mine.watch(left) if mine else left
 
@@ -461,6 +463,15 @@ class Accelerator(accelerate.Accelerator):
             return rows.view(each, len(rows) // each, *rows.shape[1:])[::of_group].flatten(0, 1)
 
         return recursively_apply(first_of_groups, gathered)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        if self.plan.tp_size > 1:
+            raise Refused(
+                "split_between_processes: tensor parallel computes one batch in all processes: don't divide it"
+            )
+        with super().split_between_processes(inputs, apply_padding) as part:
+            yield part
 
     def stop_if_agreed(self) -> None:
         if self.steps.stopping and self.between_steps:

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from faithful.errors import OutOfSharedMemory, Refused
 from faithful.tensors.serialization import pack, unpack
 
 Prepared = DataLoaderShard | DataLoaderDispatcher
+FORGOTTEN = ("slice_fn", "torch_device_mesh", "submesh_tp", "_non_blocking", "_drop_last")  # accelerate#4295
 States = dict[str, torch.Tensor]  # of random generators
 
 
@@ -81,12 +82,36 @@ class Epoch:
         return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
 
 
-def refuse_indices_without_batches(loader: DataLoader) -> None:
-    """Raises Refused for a loader without a batch sampler, where Accelerate would shard it."""
-    if type(loader) is DataLoader and loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
+def look_at(loader: DataLoader, processes: int, dispatches: bool, note: Callable[[str, str], None]) -> None:
+    """Looks at a loader before Accelerate divides its batches. dispatches: the main process is to read them for all.
+    Raises Refused for one without a batch sampler, which Accelerate does not divide."""
+    indices = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+    if indices and loader.batch_sampler is None and not dispatches:
         raise Refused(
             "a loader has batch_size=None and a data set with indices, which Accelerate does not share out: give it a "
             "batch size or a batch_sampler, or make the data set an IterableDataset"
+        )
+    if what := divided_before(loader):
+        again = f"{what} has divided the data over the processes, and prepare divides it again: an epoch reads only "
+        note("divided", again + f"1/{processes} of it. Leave one of the two out")
+
+
+def divided_before(loader: DataLoader) -> str | None:
+    """What has divided a loader's data over the processes, which `prepare` does again; None where nothing has."""
+    samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    for sampler in samplers:
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            return type(sampler).__name__
+    of_datasets = getattr(getattr(loader, "dataset", None), "_distributed", None)
+    return "split_dataset_by_node" if getattr(of_datasets, "world_size", 1) > 1 else None
+
+
+def refuse_one_batch_for_all(prepared: Any, groups: int) -> None:
+    """Raises Refused where the main process reads the batches, and Accelerate gives one to all groups of processes."""
+    if isinstance(prepared, DataLoaderDispatcher) and prepared.submesh_tp and groups > 1:
+        raise Refused(
+            f"Accelerate gives the {groups} groups of tensor parallel processes one and the same batch of an "
+            "IterableDataset: let each process read it, by DataLoaderConfiguration(dispatch_batches=False)"
         )
 
 
@@ -144,6 +169,15 @@ class Watched(DataLoader):
             raise
         finally:
             self.generator = own
+
+
+def as_before(rest: Any, loader: Any) -> Any:
+    """`rest`, made by Accelerate's skip_first_batches, with what that does not copy: without the mesh the processes of
+    tensor parallel would get different batches."""
+    for name in FORGOTTEN:
+        if hasattr(loader, name):
+            setattr(rest, name, getattr(loader, name))
+    return rest
 
 
 def uneven(loader: DataLoader) -> tuple[int, int] | None:

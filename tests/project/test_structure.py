@@ -187,7 +187,7 @@ LINES = {
     "faithful/scripts": 200,  # a Trainer's resume under tp; saves of the main process alone, named early
     "faithful/strategies": 3400,  # right words for what libraries of others do; an optimizer whose parameters are a set
     "faithful/tensors": 400,  # states of optimizers of others
-    "faithful/training": 950,  # whether processes draw the same random numbers
+    "faithful/training": 1000,  # whether processes draw the same random numbers; which samples loaders give to them
     "amp8": 4900,  # a weight that is plain again is refused in one line
     "tools": 7500,  # compare --budgets: tokens for the same loss, rows with options
     "shared": 2450,

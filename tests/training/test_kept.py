@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 
+import datasets
+import datasets.distributed
 import pytest
 import torch
 from conftest import record, train
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 
 from faithful import __main__ as door
 from faithful.checkpoint import checkpoints
+from faithful.training import loaders
 
 START = """
 import sys
@@ -238,6 +241,26 @@ accelerator.load_state(folder / "saved")
 assert [int(x) for x in loader] == epochs[2] != epochs[0]
 """,
     )
+
+
+def test_data_that_is_divided_twice_is_told(tmp_path):
+    """Half of each epoch is never read: the script divides the data, and then Accelerate does."""
+    log = run(tmp_path, """
+from torch.utils.data import DataLoader, DistributedSampler
+accelerator = Accelerator(project_dir=folder)
+model, data = linear(), torch.randn(32, 16)
+loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+assert sum(map(len, loader)) == 8
+accelerator.end_training()
+""", config="ddp_fp32")  # fmt: skip
+    assert (
+        log.count("note: DistributedSampler has divided the data over the processes, and prepare divides it again") == 1
+    )
+    whole = datasets.IterableDataset.from_generator(iter, gen_kwargs={"object": [{"x": 1}]})
+    part = datasets.distributed.split_dataset_by_node(whole, 0, 2)
+    told = [loaders.divided_before(torch.utils.data.DataLoader(data)) for data in (whole, part)]
+    assert told == [None, "split_dataset_by_node"]
 
 
 WORKERS = """
@@ -585,7 +608,7 @@ def test_frozen_parameters_may_be_in_16_bit(tmp_path, config):
 @pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "single_fp8", "single_fp8_msamp_o2", "zero2_bf16"])
 def test_after_free_memory_the_run_goes_on_and_old_models_are_gone(tmp_path, config):
     run(tmp_path, """
-import gc, weakref
+import gc, time, weakref
 accelerator, old = Accelerator(project_dir=folder), []
 for fold in range(3):
     model = torch.nn.Sequential(linear(), linear(), linear())
@@ -599,6 +622,7 @@ for fold in range(3):
     saved = accelerator.save_state()
     accelerator.load_state(saved)
     model, optimizer = accelerator.free_memory(model, optimizer)
+    time.sleep(1.5)  # the thread that looks for deadlocks may hold a frame for a second
     gc.collect()
     accelerator.print("alive:", [one() is not None for one in old])
     assert not any(one() is not None for one in old), gc.get_referrers(old[0]() or old[-1]())
