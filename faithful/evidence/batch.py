@@ -6,6 +6,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
+from faithful.errors import Refused
 from faithful.models.layers import Hook
 from faithful.plan import Plan
 from faithful.tensors.names import sum_of_sample_hashes, tensors_of
@@ -27,7 +28,14 @@ class FirstBatch:
         self.hashes += sum_of_sample_hashes([tensor for tensor in tensors if len(tensor) == samples])
 
     def result(self, plan: Plan) -> tuple[int, str]:
-        """(samples per optimizer step, one hash of them all), over all processes. Every process must call it."""
+        """(samples per optimizer step, one hash of them all), over all processes. Every process must call it. Raises
+        Refused if the processes that share each layer have not computed the same batch."""
         self.hook.remove()
-        seen = gather_object([(self.samples, self.hashes)])[:: plan.group_size]  # a group computes one batch
+        told = gather_object([(self.samples, self.hashes)])
+        seen = told[:: plan.group_size]  # a group computes one batch
+        if plan.sp_size == 1 and told != [first for first in seen for _ in range(plan.tp_size)]:
+            raise Refused(
+                "the processes of tensor parallel compute one batch together, but the script gives each another one: "
+                "prepare the loader, divide no data by process_index, and draw noise from one seed"
+            )
         return sum(samples for samples, _ in seen), f"{sum(hashes for _, hashes in seen) % 2**256:064x}"

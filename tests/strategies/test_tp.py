@@ -17,6 +17,7 @@ import torch
 import yaml
 from conftest import CONFIGS, Ranks, distance, launched, metrics, record, train, weights
 from safetensors.torch import load_file
+from test_kept import run
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 
@@ -328,6 +329,46 @@ def test_the_finished_model_is_transformers_own_and_plain(whole):
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows["labels"]).item()
     assert record(whole[0])["final"]["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-3)
     assert (whole[0] / "sample.txt").read_text().startswith("The ")
+
+
+GROUP = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (torch.full((8,), i) for i in range(64))
+accelerator = Accelerator(project_dir=folder)
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4))
+optimizer, loader = torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(Streamed(), 4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+ids = next(iter(accelerator.skip_first_batches(loader, 2))) + accelerator.process_index * {own}
+with accelerator.split_between_processes(ids) if {own} == 2 else torch.enable_grad():
+    pass
+accelerator.backward(model(input_ids=ids, labels=ids).loss)
+optimizer.step()
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "own", "line"),
+    [
+        ("tp_bf16", 0, None),  # Accelerate's skip_first_batches would give each its own
+        (
+            "tp_bf16",
+            1,
+            "refused: the processes of tensor parallel compute one batch together, but the script gives each",
+        ),
+        (
+            "fsdp_tp_bf16",
+            0,
+            "refused: Accelerate gives the 2 groups of tensor parallel processes one and the same batch",
+        ),
+    ],
+)
+def test_a_group_computes_one_batch_and_each_group_its_own(tmp_path, config, own, line):
+    log = run(tmp_path, GROUP.replace("{own}", str(own)), config=config, code=2 if line else 0)
+    assert log.count(line or "refused") == bool(line) and "Traceback" not in log
 
 
 def test_models_that_cannot_be_split_are_refused_by_name(tmp_path, monkeypatch):
