@@ -416,7 +416,7 @@ class Accelerator(accelerate.Accelerator):
                 evidence.after_first_update(optimizer)
                 what = evidence.record["model"] if len(self.evidence) > 1 else self.record.script
                 if evidence.complete:
-                    self.print(f"{what} | {evidence.summary()} | global batch {samples}")
+                    self.print(f"{what} | {evidence.summary()}" + (f" | global batch {samples}" if samples else ""))
         if self.is_leading(optimizer):
             self.steps.done(skipped)
             if self.steps.tried <= 2 and self.plan.num_processes > self.plan.group_size == 1:
@@ -430,8 +430,8 @@ class Accelerator(accelerate.Accelerator):
     def samples_per_step(self) -> int | None:
         first = next(filter(None, [model.first_batch for model in self.models]), None)
         if self.record.seen["samples_per_step"] is None and first:
-            samples, hashes = first.result(self.plan)
-            self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
+            samples, hashes = first.result(self.plan, self.record.note_once)
+            self.record.seen |= {"samples_per_step": samples, "first_batch": hashes} if hashes else {}
         return self.record.seen["samples_per_step"]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -96,6 +96,11 @@ def refuse_untrained(strategy: Strategy, models: list[PreparedModel], optimizers
     # torch alone trains right in one process, or under DDP with a prepared model; both without FP8
     right = strategy.replicates and (models or processes == 1)
     if not trained and (strategy.plan.level or not right):
+        if any(not model.evaluation for model in models) and optimizers:
+            raise Refused(
+                "the prepared optimizer updates no parameter of the prepared model: prepare both in one call, or the "
+                "model first, as sharding gives it other parameters"
+            )
         raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
     refuse_unknown(strategy.plan.skip, [name for model in models if model.layers for name in model.layers.names])
     prepared = prepared_parameters(models)

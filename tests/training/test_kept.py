@@ -252,15 +252,18 @@ model, data = linear(), torch.randn(32, 16)
 loader = DataLoader(data, 4, sampler=DistributedSampler(data))
 model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
 assert sum(map(len, loader)) == 8
+step(model, optimizer)  # with the same samples in both processes
 accelerator.end_training()
 """, config="ddp_fp32")  # fmt: skip
     assert (
         log.count("note: DistributedSampler has divided the data over the processes, and prepare divides it again") == 1
     )
+    assert log.count("note: all processes have computed the same samples in the first step: prepare the loader") == 1
     whole = datasets.IterableDataset.from_generator(iter, gen_kwargs={"object": [{"x": 1}]})
-    part = datasets.distributed.split_dataset_by_node(whole, 0, 2)
-    told = [loaders.divided_before(torch.utils.data.DataLoader(data)) for data in (whole, part)]
-    assert told == [None, "split_dataset_by_node"]
+    both = [
+        torch.utils.data.DataLoader(data) for data in (whole, datasets.distributed.split_dataset_by_node(whole, 0, 2))
+    ]
+    assert list(map(loaders.divided_before, both)) == [None, "split_dataset_by_node"]
 
 
 WORKERS = """
