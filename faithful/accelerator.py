@@ -262,10 +262,11 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
         if getattr(data_loader, "num_workers", 0) and not getattr(data_loader, "_is_accelerate_prepared", False):
             data_loader.worker_init_fn = functools.partial(launcher.init_loader_worker, data_loader.worker_init_fn)
+        groups = self.num_processes // self.plan.group_size
         if self.num_processes > 1:
-            loaders.look_at(data_loader, self.num_processes, bool(self.dispatch_batches), self.record.note_once)
+            loaders.look_at(data_loader, groups, bool(self.dispatch_batches), self.record.note_once)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        loaders.refuse_one_batch_for_all(prepared, self.num_processes // self.plan.group_size)
+        loaders.refuse_one_batch_for_all(prepared, groups)
         self.epochs.append(loaders.Epoch(self.record.note_once if self.strategy.exchanges_in_passes else None))
         return self.epochs[-1].watch(prepared)
 
@@ -467,9 +468,7 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         if self.plan.tp_size > 1:
-            raise Refused(
-                "split_between_processes: tensor parallel computes one batch in all processes: don't divide it"
-            )
+            raise Refused("split_between_processes: tensor parallel computes one batch in all processes, not parts")
         with super().split_between_processes(inputs, apply_padding) as part:
             yield part
 

@@ -82,18 +82,19 @@ class Epoch:
         return self.loaders[0] if getattr(self.loaders[0], "use_stateful_dataloader", False) else None
 
 
-def look_at(loader: DataLoader, processes: int, dispatches: bool, note: Callable[[str, str], None]) -> None:
-    """Looks at a loader before Accelerate divides its batches. dispatches: the main process is to read them for all.
-    Raises Refused for one without a batch sampler, which Accelerate does not divide."""
+def look_at(loader: DataLoader, groups: int, dispatches: bool, note: Callable[[str, str], None]) -> None:
+    """Looks at a loader before Accelerate divides its batches. groups: of processes, which get batches of their own.
+    dispatches: the main process is to read them for all. Raises Refused for a loader without a batch sampler, which
+    Accelerate does not divide."""
     indices = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
     if indices and loader.batch_sampler is None and not dispatches:
         raise Refused(
             "a loader has batch_size=None and a data set with indices, which Accelerate does not share out: give it a "
             "batch size or a batch_sampler, or make the data set an IterableDataset"
         )
-    if what := divided_before(loader):
+    if groups > 1 and (what := divided_before(loader)):
         again = f"{what} has divided the data over the processes, and prepare divides it again: an epoch reads only "
-        note("divided", again + f"1/{processes} of it. Leave one of the two out")
+        note("divided", again + f"1/{groups} of it. Leave one of the two out")
 
 
 def divided_before(loader: DataLoader) -> str | None:

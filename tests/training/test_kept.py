@@ -243,6 +243,21 @@ assert [int(x) for x in loader] == epochs[2] != epochs[0]
     )
 
 
+def test_the_batch_of_a_gan_is_counted(tmp_path):
+    """Its discriminator steps first, when the generator, which is prepared first, has computed nothing."""
+    log = run(
+        tmp_path,
+        """
+accelerator = Accelerator(project_dir=folder)
+made = [linear(), linear()]
+*models, g, d = accelerator.prepare(*made, *(torch.optim.SGD(model.parameters(), 0.1) for model in made))
+step(models[1], d), step(models[0], g)
+accelerator.end_training()
+""",
+    )
+    assert log.count("| global batch 4") == 1 and record(tmp_path / "run")["seen"]["samples_per_step"] == 4
+
+
 def test_data_that_is_divided_twice_is_told(tmp_path):
     """Half of each epoch is never read: the script divides the data, and then Accelerate does."""
     log = run(tmp_path, """
