@@ -56,7 +56,8 @@ def watch(asks: Callable[[int], bool], newest: Callable[[], Run | None], end: Ca
     if before != -1:  # of an event loop of the script's, which stays
         signal.set_wakeup_fd(before)
         return
-    launcher.processes_here()  # known before one of them is stopped
+    with contextlib.suppress(RuntimeError):  # the main process, which serves the store, has ended
+        launcher.processes_here()  # known before one of them is stopped
     threading.Thread(target=wait, args=(pipe, asks, newest, end), daemon=True).start()
 
 
