@@ -46,6 +46,7 @@ MISMATCH = b"N4gloo13EnforceNotMetE"  # gloo::EnforceNotMet, as C++ names it
 scripts_handlers: set[signal.Signals] = set()  # signals whose handler is the script's own
 
 
+SPEAKS = 20  # seconds in which rank 0 is to print an error that all ranks have, before another one does
 ENDED, SILENT = "another process of this run ended", "no answer from another process"  # how `lost_peer` begins
 EACH_PART = (
     "use every part of the model in each process, if need be times 0, or a ddp config with find_unused_parameters"
@@ -509,11 +510,11 @@ def of_mismatch() -> str:
 
 
 def may_print() -> bool:
-    """Whether this rank prints an error that all ranks have. Rank 0 does. The others wait 20 s for it, because torch's
+    """Whether this rank prints an error that all ranks have. Rank 0 does. The others wait for it, because torch's
     launcher ends all ranks as soon as one exits, and print the error if they are still alive then."""
     if settings.rank() == 0:
         return True
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + SPEAKS
     while "TORCHELASTIC_RUN_ID" in os.environ and not stop_asked:
         if time.monotonic() > deadline:
             return True

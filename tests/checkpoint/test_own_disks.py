@@ -13,7 +13,7 @@ from conftest import Ranks, distance, metrics, record, train
 from loop import loop
 
 from faithful.checkpoint import checkpoints
-from faithful.launch import launcher
+from faithful.launch import launcher, process
 from shared.args import Refused
 from tools import export
 
@@ -221,7 +221,8 @@ DATA = {  # {what machine 1 has: (recipe, name of the file, what machine 0 has t
 
 
 @pytest.mark.parametrize("case", DATA)
-def test_data_that_differ_between_machines_are_refused(tmp_path, case):
+def test_data_that_differ_between_machines_are_refused(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(process, "SPEAKS", 3)
     recipe, name, *have, said = DATA[case]
     for rank, content in enumerate(have):
         file = tmp_path / "disks" / str(rank) / name
@@ -232,7 +233,7 @@ def test_data_that_differ_between_machines_are_refused(tmp_path, case):
         "ddp_fp32",
         ["--output_dir", str(tmp_path / "run" / "out"), *map(str, STEPS), "--dataset", str(tmp_path / "run" / name)],
         name=recipe,
-        env={"TORCHELASTIC_RUN_ID": "none"},  # as under a launcher: who is not the main process waits 20 s for its line
+        env={"TORCHELASTIC_RUN_ID": "none"},  # as under a launcher: who is not the main process waits for its line
         before=machine_of_its_own(tmp_path / "run", tmp_path / "disks"),
     )
     codes, text = ranks.wait(), ranks.text()

@@ -133,12 +133,11 @@ def test_in_float64_loss_and_gradients_are_one_process_s(tmp_path, level):
         assert len(found) == 8 and max(found.values()) < 1e-12, found
 
 
-@pytest.mark.parametrize(("name", "words"), [("gpt", STEPS), ("sft", SFT)], ids=["gpt", "sft"])
-def test_training_is_one_process_s_and_is_resumed(tmp_path, name, words):
+def test_training_is_one_process_s_and_is_resumed(tmp_path):
     """Packed conversations of 95 tokens; accumulation; clipping; an evaluation; from the middle of an epoch."""
-    words = (*words, "--gradient_accumulation_steps", 2, "--max_grad_norm", 0.5)
-    one = train("single_fp32", tmp_path / "one", *words, name=name)
-    run = train(config(tmp_path), tmp_path / "run", *words, name=name)
+    words = (*SFT, "--gradient_accumulation_steps", 2, "--max_grad_norm", 0.5)
+    one = train("single_fp32", tmp_path / "one", *words, name="sft")
+    run = train(config(tmp_path), tmp_path / "run", *words, name="sft")
     assert losses_and_norms(run) == pytest.approx(losses_and_norms(one), rel=2e-5)
     [final, of_one] = [metrics(each)[-1]["eval_loss"] for each in (run, one)]
     assert final == pytest.approx(of_one, rel=1e-4) and distance(one, run) < 2e-4
@@ -146,11 +145,11 @@ def test_training_is_one_process_s_and_is_resumed(tmp_path, name, words):
     assert made["seen"]["samples_per_step"] == 16 and made["evidence"]["optimizer_owns_all"]
     for kind in ("weight", "master", "optimizer", "gradient"):
         assert made["evidence"]["share_per_process"].get(kind, 0.5) == pytest.approx(0.5, abs=0.02)
-    line = f"{name} | zero3_sp x2 gloo, 50% of the optimizer state each, sequences in 2 slices | fp32"
+    line = "sft | zero3_sp x2 gloo, 50% of the optimizer state each, sequences in 2 slices | fp32"
     assert line in run.with_suffix(".log").read_text()
     shutil.copytree(run, tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoint-6")
-    train(config(tmp_path), tmp_path / "again", *words, "--resume_from_checkpoint", "latest", name=name)
+    train(config(tmp_path), tmp_path / "again", *words, "--resume_from_checkpoint", "latest", name="sft")
     assert metrics(tmp_path / "again") == metrics(run) and distance(tmp_path / "again", run) == 0
     export.export(run, tmp_path / "out.safetensors", step=6)
     exported, saved = load_file(tmp_path / "out.safetensors"), weights(run)
