@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from faithful import __main__ as door
 from faithful.checkpoint import checkpoints
+from faithful.launch import rank_sync
 from faithful.scripts.alone import calls_alone
 
 CLIENTS = ROOT / "tests" / "clients"
@@ -322,7 +323,8 @@ def test_a_checkpoint_by_the_main_process_alone_is_written_and_said(tmp_path):
     assert made["seen"]["samples_per_step"] == 16, "two micro-batches of four, on two processes"
 
 
-def test_a_save_of_shards_by_the_main_process_alone_is_named_before_it_ends_the_run(tmp_path):
+def test_a_save_of_shards_by_the_main_process_alone_is_named_before_it_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_sync, "LOOKS", 0.1), monkeypatch.setattr(rank_sync, "STANDS", 2)
     alone = ("    if step == 7:\n", "    if step == 7 and accelerator.is_main_process:\n")
     log = run("own_loop", "fsdp_bf16", tmp_path, code={1, 2}, script=changed("own_loop", tmp_path, alone))
     early, late = (line for line in log.splitlines() if "the main process alone" in line)
