@@ -99,7 +99,7 @@ def refuse_untrained(strategy: Strategy, models: list[PreparedModel], optimizers
         if any(not model.evaluation for model in models) and optimizers:
             raise Refused(
                 "the prepared optimizer updates no parameter of the prepared model: prepare both in one call, or the "
-                "model first, as sharding gives it other parameters"
+                "model first, as prepare may give it other parameters"
             )
         raise Refused("no model and optimizer were prepared: call accelerator.prepare(model, optimizer, ...) first")
     refuse_unknown(strategy.plan.skip, [name for model in models if model.layers for name in model.layers.names])

@@ -345,6 +345,17 @@ def test_delayed_scaling_has_one_history_in_shards_and_replicas():
         assert_equal(first, other)
 
 
+@pytest.mark.slow
+def test_accumulating_in_fp32_rounds_less():
+    announced, silent = (run_ranks(2, accumulated, how, 1) for how in ("announced", "silent"))
+    in_fp32 = run_ranks(2, accumulated, "no_sync", 1)
+    error = {}
+    for how, results in (("announced", announced), ("silent", silent)):
+        wrong = [results[0]["gradients"][name] - value for name, value in in_fp32[0]["gradients"].items()]
+        error[how] = sum(w.square().sum() for w in wrong).sqrt()
+    assert 0 < error["announced"] < error["silent"]
+
+
 def weights_after_a_dropped_gradient(rank, world, sharded, drop):
     model, optimizer = start_exact(shard(net()) if sharded else net(), ddp=not sharded)
     if drop:

@@ -294,6 +294,14 @@ def test_compiles_in_one_graph_with_the_same_results(level, recipe, monkeypatch)
     assert torch._dynamo.explain(compiled[0])(seeded(32, 64)).graph_break_count == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["msamp", "fp4"])
+def test_compiles_with_inductor(recipe):
+    eager, compiled = start_block(recipe=recipe), start_block(recipe=recipe)
+    run = torch.compile(compiled[0], fullgraph=True)
+    assert losses_of(*eager) == pytest.approx(losses_of(*compiled, run), rel=5e-3)  # fused bf16 rounds elsewhere
+
+
 @every_recipe
 def test_checkpointing_gives_the_same_run_and_records_once(recipe):
     plain, recomputed = start_block(recipe=recipe), start_block(recipe=recipe)

@@ -152,6 +152,21 @@ def test_resumes_as_the_same_run(tmp_path, name):
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
 
 
+@pytest.mark.slow
+def test_ocps_rule_for_mx_scales_is_said_and_goes_on(trained, tmp_path):
+    """The rule changes the losses and nothing else, and a resumed run keeps it."""
+    floor = tmp_path / "floor.yml"
+    floor.write_text((CONFIGS / "single_fp8_ao_mxfp8.yml").read_text() + "  scale_calculation_mode: floor\n")
+    whole, other = train(floor, tmp_path / "whole", *STEPS), trained("single_fp8_ao_mxfp8")
+    assert "fp8 torchao mxfp8, scale_calculation_mode floor, emulated" in record(whole)["evidence"]["measured"]
+    assert "scale_calculation_mode" not in record(other)["evidence"]["measured"]
+    losses, others = ([row["loss"] for row in metrics(run) if "loss" in row] for run in (whole, other))
+    assert losses != others and losses == pytest.approx(others, rel=0.01)
+    part = train(floor, tmp_path / "part", *STEPS, before=told_to_stop_at(4), code=143)
+    train(floor, part, *STEPS, "--resume_from_checkpoint", "latest")
+    assert metrics(part) == metrics(whole) and distance(part, whole) == 0
+
+
 @pytest.mark.parametrize("name", ["single_fp8_msamp_o2", "ddp_fp8_msamp_o2", "fsdp_fp8_msamp_o2"])
 def test_accumulation_changes_what_is_rounded_and_no_more(tmp_path, name):
     """A global batch in two micro-batches trains nearly the same: FP8 rounds other tensors, so the runs are close but

@@ -340,6 +340,15 @@ def test_whole_blocks_train_and_go_on(gpu, tmp_path):
 
 @needs_te
 @pytest.mark.slow
+def test_whole_blocks_name_a_batch_that_they_cannot_take(gpu, tmp_path):
+    batch = ("--per_device_train_batch_size", 9)  # of four tokens each
+    job = {"imports": ["fake_tex"]}
+    codes, said = gpu.run("single_fp8_te", tmp_path / "run", *SHORT, *batch, "--te_blocks", **job)
+    assert codes == [2] and "refused: TransformerEngine's blocks take samples x tokens in multiples of 16" in said
+
+
+@needs_te
+@pytest.mark.slow
 def test_fsdp_offloaded_to_the_host(gpu, tmp_path):
     mapping = yaml.safe_load((CONFIGS / "fsdp_fp8_te.yml").read_text())
     mapping["fsdp_config"]["fsdp_offload_params"] = True

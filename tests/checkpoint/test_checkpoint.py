@@ -85,13 +85,9 @@ def test_sigterm_to_one_worker(uninterrupted, tmp_path, config, victim):
     same_run(out, uninterrupted(config))
 
 
+@pytest.mark.parametrize("config", ["single_fp32", "ddp_fp32"])
 @pytest.mark.parametrize(
-    ("config", "send", "number"),
-    [
-        ("single_fp32", os.kill, signal.SIGTERM),
-        ("ddp_fp32", os.kill, signal.SIGKILL),
-        ("ddp_fp32", os.killpg, signal.SIGTERM),
-    ],
+    ("send", "number"), [(os.kill, signal.SIGTERM), (os.kill, signal.SIGKILL), (os.killpg, signal.SIGTERM)]
 )
 def test_a_signal_to_the_launcher(tmp_path, config, send, number):
     """If the launcher gets a signal, alone or with all its processes (as from Slurm), the workers write one complete

@@ -1,11 +1,13 @@
 """What one of two machines alone has lost, got or kept on its disk, and two runs in one folder. The run goes on from the
 newest checkpoint that both have, with the same weights, or is refused; what was complete stays."""
 
+import errno
 import json
 import os
 import shutil
 import socket
 import time
+from pathlib import Path
 
 import faulty_io
 import pytest
@@ -188,6 +190,19 @@ def test_what_is_linked_elsewhere_stays_when_it_is_pruned_and_saved_over(made, t
 
 
 @pytest.mark.slow
+def test_a_clock_that_is_five_hours_ahead_on_one_machine(made, tmp_path):
+    def ahead(rank, folder):
+        real = time.time
+        time.time = lambda: real() + 5 * 3600 * rank
+        return goes_on(rank, folder)
+
+    disks = shutil.copytree(made[0] / "run", tmp_path / "disks")
+    for step in (3, 4):
+        told, text = machines(disks, ahead)
+        assert [each["step"] for each in told] == [step] * 2 and told[0]["weights"] == told[1]["weights"], text
+
+
+@pytest.mark.slow
 def test_of_two_runs_that_start_at_once_in_one_folder_one_is_refused(tmp_path):
     def starts(rank):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -264,3 +279,26 @@ def test_machines_of_one_name(made, tmp_path):
     for step in (3, 4):
         told, text = machines(disks, same)
         assert [(each["step"], each["failed"]) for each in told] == [(step, 0)] * 2, text
+
+
+@pytest.mark.slow
+def test_a_folder_that_one_machine_cannot_list(made, tmp_path):
+    def unreadable(rank, folder):
+        script, real = Script(folder), os.listdir
+
+        def fails(path="."):
+            if rank and Path(path) == folder:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path)
+
+        os.listdir = fails
+        script.step()
+        script.save()
+        return script.accelerator.record.failed_saves
+
+    disks = shutil.copytree(made[0] / "run", tmp_path / "disks")
+    before = snapshot(disks)
+    told, text = machines(disks, unreadable)
+    assert told == [1, 1] and "checkpoint-4 could not be written ([Errno 5] Input/output error)" in text, text
+    now = snapshot(disks)
+    assert all(now[name] == before[name] for name in before if "checkpoint" in name)

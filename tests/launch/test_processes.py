@@ -161,11 +161,14 @@ def together(commands, env=None):
     return said
 
 
-def test_launches_at_the_same_moment_all_finish(tmp_path):
-    runs = [tmp_path / str(number) for number in range(4)]
+@pytest.mark.parametrize(
+    ("count", "words"), [(4, ["ddp_bf16"]), (2, ["zero2_bf16"]), (2, ["ddp_bf16", "--max_restarts", "1"])]
+)
+def test_launches_at_the_same_moment_all_finish(tmp_path, count, words):
+    runs = [tmp_path / str(number) for number in range(count)]
     steps = ("--max_steps", "3", "--save_steps", "0")
-    together(["./launch.sh", "ddp_bf16", "vit", "--output_dir", str(run), *steps] for run in runs)
-    assert [record(run)["status"] for run in runs] == ["finished"] * 4
+    together(["./launch.sh", *words, "vit", "--output_dir", str(run), *steps] for run in runs)
+    assert [record(run)["status"] for run in runs] == ["finished"] * count
     assert len({record(run)["final"]["loss"] for run in runs}) == 1
 
 

@@ -72,10 +72,17 @@ def test_in_several_calls_and_any_order_prepare_does_the_same(tmp_path, config, 
     assert record(a)["evidence"] == record(b)["evidence"] and record(a)["seen"] == record(b)["seen"]
 
 
-def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path):
-    train("zero2_bf16", tmp_path / "run", script=partial(loop, *APART), code=2)
+@pytest.mark.parametrize(
+    ("config", "calls", "line"),
+    [
+        ("zero2_bf16", APART, "needs a model and its optimizer in one call"),
+        ("fsdp_bf16", ("optimizer", "model loader"), "prepare both in one call, or the model first"),
+    ],
+)
+def test_where_model_and_optimizer_must_come_together_it_says_so(tmp_path, config, calls, line):
+    train(config, tmp_path / "run", script=partial(loop, *calls), code=2)
     log = (tmp_path / "run.log").read_text()
-    assert "needs a model and its optimizer in one call" in log and "Traceback" not in log
+    assert line in log and "Traceback" not in log
     assert not (tmp_path / "run").exists()
 
 

@@ -184,6 +184,17 @@ def export_of(run, step, folder):
     return load_file(folder / f"{step}.safetensors")
 
 
+@pytest.mark.slow
+def test_hsdp_resumes_and_exports(tmp_path):
+    config = "hsdp_fp8_msamp_o2"
+    run = train(config, tmp_path / "run", *STEPS)
+    again = train(config, tmp_path / "again", *STEPS, "--resume_from_checkpoint", run / "checkpoint-4")
+    assert losses(again) == losses(run)[4:] and distance(again, run) == 0
+    assert "(2 files)" in export.export(run, tmp_path / "out.safetensors", step=8)
+    made, final = load_file(tmp_path / "out.safetensors"), weights(run)
+    assert made.keys() == final.keys() and all(made[name].equal(final[name]) for name in made)
+
+
 def test_another_optimizer_is_refused_in_one_line(tmp_path):
     train(O2, tmp_path / "run", *STEPS, "--optimizer", "sgd", code=2)
     log = (tmp_path / "run.log").read_text()

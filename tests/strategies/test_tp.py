@@ -359,6 +359,7 @@ accelerator.end_training()
             1,
             "refused: the processes of tensor parallel compute one batch together, but the script gives each",
         ),
+        ("tp_bf16", 2, "refused: split_between_processes: tensor parallel computes one batch in all processes"),
         (
             "fsdp_tp_bf16",
             0,
