@@ -406,18 +406,16 @@ class Accelerator(accelerate.Accelerator):
         self.steps.passes(*(now - then for now, then in zip(self.updated, before, strict=True)))
         found_inf = self.steps.check(self.norms.of(optimizer), self.scaler, inner, counts)
         for evidence in self.evidence:
-            if optimizer in evidence.optimizers and not evidence.complete:
+            if evidence.waits_for(optimizer):
                 evidence.before_first_update(optimizer)
         return found_inf
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         skipped, samples = self.optimizer_step_was_skipped, self.samples_per_step()
         for evidence in self.evidence:
-            if optimizer in evidence.optimizers and not evidence.complete and not skipped:
-                evidence.after_first_update(optimizer)
+            if evidence.waits_for(optimizer) and not skipped and evidence.after_first_update(optimizer):
                 what = evidence.record["model"] if len(self.evidence) > 1 else self.record.script
-                if evidence.complete:
-                    self.print(f"{what} | {evidence.summary()}" + (f" | global batch {samples}" if samples else ""))
+                self.print(f"{what} | {evidence.summary()}" + (f" | global batch {samples}" if samples else ""))
         if self.is_leading(optimizer):
             self.steps.done(skipped)
             if self.steps.tried <= 2 and self.plan.num_processes > self.plan.group_size == 1:

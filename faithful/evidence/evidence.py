@@ -5,6 +5,7 @@ when gradients and optimizer state exist. It raises Refused if the run is not wh
 entry `evidence` of run.json, with counts over the whole model.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -82,8 +83,8 @@ class Evidence:
         self.counted = self.strategy.counted(self.parameters)
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self.sharded = self.strategy.sharded(trainable)
-        self.stepped: set[int] = set()  # ids of optimizers
-        self.gradient_bytes = 0
+        self.stepped: Counter[int] = Counter()  # {id of an optimizer: its steps, while they are counted}
+        self.gradients: dict[int, tuple[dict[str, int], int]] = {}  # of its first step: (elements by dtype, bytes)
         self.owned_before = layers.owned
         self.fp8 = FP8Layers(backend.kinds, model)
         linear, norms = self.fp8.counted()
@@ -149,6 +150,10 @@ class Evidence:
     def see_output(self, module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         self.record["dtypes"]["linear_output"] = str(output.dtype)[6:]
 
+    def waits_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this step of the optimizer is to be counted."""
+        return optimizer in self.optimizers and not (self.complete and self.stepped[id(optimizer)])
+
     def before_first_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts gradients, between the backward pass and the update."""
         if self.hook:
@@ -165,9 +170,7 @@ class Evidence:
         mine = self.updated_by(optimizer)
         held = [shard.tensor for shard in self.strategy.shards(mine, optimizer) if shard.kind == "gradient"]
         held += self.backend.gradients(mine)
-        dtypes = self.record["dtypes"]
-        dtypes["gradients"] = summed([dtypes["gradients"], elements(held)])
-        self.gradient_bytes += size(held)
+        self.gradients[id(optimizer)] = elements(held), size(held)
 
     def leave_out(self, outside: dict[str, nn.Module]) -> None:
         """Counts as not converted what has computed outside FP8 before the first update. outside: {name: layer}. Raises
@@ -191,12 +194,13 @@ class Evidence:
             mine = mine | (set(map(id, self.counted.values())) - self.owned())
         return {name: p for name, p in self.counted.items() if id(p) in mine}
 
-    def after_first_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_first_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts parameters and optimizer state when each optimizer has stepped, and adds up the shards of all ranks.
-        Every rank calls it."""
-        self.stepped.add(id(optimizer))
-        if len(self.stepped) < len(self.optimizers):
-            return
+        A discriminator may begin later: then when one steps again, and once more when the other has begun. Returns
+        whether it has counted. Every rank calls it."""
+        self.stepped[id(optimizer)] += 1
+        if len(self.stepped) < len(self.optimizers) and self.stepped[id(optimizer)] == 1:
+            return False
         self.strategy.refuse_apart(self.model)
         kinds = ("weight", "gradient", "gathered", "master", "optimizer", "counter", "class")
         held: dict[str, list[torch.Tensor]] = {kind: [] for kind in kinds}
@@ -206,12 +210,13 @@ class Evidence:
                 held[held_as].append(tensor)
                 if held_as == "optimizer":
                     states.setdefault(key, []).append(tensor)
-        counts = self.record["dtypes"]
+        gradients, gradient_bytes = zip(*self.gradients.values(), strict=True)
         sizes = {kind: size(held[kind]) for kind in ("weight", "gathered", "master", "optimizer")}
-        sizes = {"weight": sizes.pop("weight"), "gradient": self.gradient_bytes} | sizes
-        counts["parameters"] = elements(held["weight"])
-        counts |= {"master": elements(held["master"])} if held["master"] else {}
+        sizes = {"weight": sizes.pop("weight"), "gradient": sum(gradient_bytes)} | sizes
+        counts: dict[str, Any] = {"parameters": elements(held["weight"]), "gradients": summed(list(gradients))}
         counts["optimizer_state"] = {key: elements(tensors) for key, tensors in states.items()}
+        counts["linear_output"] = self.record["dtypes"]["linear_output"]
+        counts |= {"master": elements(held["master"])} if held["master"] else {}
         total = sum(self.strategy.shape_of(parameter).numel() for parameter in self.parameters.values())
         if report := self.backend.levels(self.model, self.optimizers[0]):
             per_class = report["bytes_per_parameter"]["all"]
@@ -227,6 +232,7 @@ class Evidence:
         self.record["bytes_per_parameter"] = per_parameter | {"total": round(sum(sizes.values()) / total, 4)}
         self.record["parameters"] = total
         self.record["measured"] = self.summary()
+        return True
 
     def over_all_ranks(self, counts: dict[str, Any], sizes: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -268,6 +274,8 @@ class Evidence:
         if share:
             each = sum(size * share.get(key, 1) for key, size in sizes.items() if key != "total")
             parts[-1] += f", {each:.1f} in each process"
+        if len(self.stepped) < len(self.optimizers):
+            parts.append(f"{len(self.stepped)} of {len(self.optimizers)} optimizers have stepped")
         parts += ["rehearsal on a CPU"] if plan.rehearsal else []
         return " | ".join(parts)
 

@@ -75,6 +75,7 @@ def test_a_gradient_overflow_under_fp16_skips_the_step_everywhere(tmp_path):
     run = train("single_fp16", tmp_path / "run", *argv)
     rows = [row for row in metrics(run) if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert record(run)["evidence"]["bytes_per_parameter"]["gradient"] == 4  # of one step
     assert [row["learning_rate"] for row in rows] == pytest.approx([2e-3 * step / 30 for step in range(6)])
     state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())
     skipped = state["steps"]["tried"] - state["steps"]["taken"]

@@ -55,9 +55,7 @@ def run(folder, body, config="single_fp32", code=0):
 
 def test_a_folder_that_is_saved_to_keeps_its_files(tmp_path):
     """Also the project's folder itself, with its checkpoints and its record, and the working directory."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 import os
 import re
 accelerator = Accelerator(project_dir=folder)
@@ -80,8 +78,7 @@ before = model.weight.detach().clone()
 step(model, optimizer)
 accelerator.load_state(".")
 assert model.weight.equal(before)
-""",
-    )
+""")  # fmt: skip
     folder = tmp_path / "run"
     assert (folder / "out/precious.txt").read_text() == "x" and (folder / "out/epoch_0/weights").read_text() == "y"
     assert record(folder)["status"] == "finished" and (folder / "metrics.jsonl").exists()
@@ -91,9 +88,7 @@ assert model.weight.equal(before)
 
 def test_pruning_keeps_the_newest_checkpoints_of_a_run_that_went_back(tmp_path):
     """It resumes the checkpoint of step 1 and saves step 2, while those of the steps 3, 5 and 7 are there."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_config=ProjectConfiguration(folder, total_limit=2))
 model = linear()
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -109,8 +104,7 @@ saved = accelerator.save_state()
 assert Path(saved).name == "checkpoint-2" and Path(saved).exists(), saved
 accelerator.load_state()
 assert accelerator.steps.taken == 2, "the newest checkpoint is the one written last"
-""",
-    )
+""")  # fmt: skip
     names = [path.name for path in checkpoints.list_checkpoints(tmp_path / "run")]
     assert names == ["checkpoint-2", "checkpoint-7"]
 
@@ -152,9 +146,7 @@ def test_a_model_without_an_optimizer_is_in_the_checkpoint(tmp_path, config):
 
 def test_a_script_that_evaluates_loads_its_model_alone(tmp_path):
     """Accelerate reads what the script has prepared. What the checkpoint lacks is an error."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 model = linear()
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
@@ -165,8 +157,7 @@ accelerator.free_memory()
 model = accelerator.prepare(linear())
 accelerator.load_state(folder / "saved")
 assert model.weight.equal(weight)
-""",
-    )
+""")  # fmt: skip
     notes = record(tmp_path / "run")["notes"]
     assert any("also holds 1 optimizers that the script has not prepared" in note for note in notes)
     log = run(tmp_path, """
@@ -180,9 +171,7 @@ accelerator.load_state(folder / "saved")
 
 def test_optimizer_state_that_is_no_tensor_or_of_no_model_is_kept(tmp_path):
     """LBFGS keeps lists. A tensor of the script's own may be in the optimizer beside the model's."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 model, scale = linear(), torch.nn.Parameter(torch.ones(3))
 adam = torch.optim.AdamW([*model.parameters(), scale], 0.1)
@@ -211,15 +200,12 @@ assert adam.state[scale]["exp_avg"].equal(was[1])
 again = lbfgs.state[lbfgs.param_groups[0]["params"][0]]
 assert again.keys() == lists.keys() and again["n_iter"] == lists["n_iter"]
 assert all(a.equal(b) for a, b in zip(again["old_dirs"], lists["old_dirs"], strict=True)) and lists["old_dirs"]
-""",
-    )
+""")  # fmt: skip
 
 
 def test_the_epoch_s_number_is_kept(tmp_path):
     """Accelerate's seedable sampler draws the order of an epoch from its number."""
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
 
 
@@ -239,23 +225,37 @@ for epoch in range(3):
 loader.set_epoch(0)
 accelerator.load_state(folder / "saved")
 assert [int(x) for x in loader] == epochs[2] != epochs[0]
-""",
-    )
+""")  # fmt: skip
 
 
 def test_the_batch_of_a_gan_is_counted(tmp_path):
     """Its discriminator steps first, when the generator, which is prepared first, has computed nothing."""
-    log = run(
-        tmp_path,
-        """
+    log = run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 made = [linear(), linear()]
 *models, g, d = accelerator.prepare(*made, *(torch.optim.SGD(model.parameters(), 0.1) for model in made))
 step(models[1], d), step(models[0], g)
 accelerator.end_training()
-""",
-    )
+""")  # fmt: skip
     assert log.count("| global batch 4") == 1 and record(tmp_path / "run")["seen"]["samples_per_step"] == 4
+
+
+@pytest.mark.parametrize("config", ["single_fp32", "fsdp_fp32"])
+def test_an_optimizer_that_begins_later_is_counted_then(tmp_path, config):
+    """As magvit2's discriminator; gradients of several steps before it are counted once."""
+    log = run(tmp_path, """
+accelerator = Accelerator(project_dir=folder)
+made = torch.nn.Sequential(*map(linear, (16, 16), (16, 16)))
+optimizers = [torch.optim.AdamW(part.parameters(), 0.1) for part in made]
+model, g, d = accelerator.prepare(made, *optimizers)
+for optimizer in (d, d, d, g, g, d):
+    step(model, optimizer)
+accelerator.end_training()
+""", config=config)  # fmt: skip
+    lines = [line for line in log.splitlines() if "B/param" in line]
+    assert [re.search(r"([\d.]+) B/param", line)[1] for line in lines] == ["10.0", "16.0"]
+    assert ["| 1 of 2 optimizers have stepped" in line for line in lines] == [True, False]
+    assert record(tmp_path / "run")["evidence"]["bytes_per_parameter"]["gradient"] == 4
 
 
 def test_data_that_is_divided_twice_is_told(tmp_path):
@@ -389,9 +389,7 @@ assert [int(x) for x in loader] == left and len(left) == (10 // accelerator.num_
 def test_a_stateful_loader_of_a_stream_goes_on_too(tmp_path):
     """An IterableDataset has no length."""
     pytest.importorskip("torchdata", reason="torchdata is not installed (setup --extra dev)")
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from torch.arange(10.0)
@@ -404,15 +402,12 @@ next(batches), next(batches)
 accelerator.save_state(folder / "saved")
 accelerator.load_state(folder / "saved")
 assert [x.tolist() for x in loader] == [[4, 5], [6, 7], [8, 9]]
-""",
-    )
+""")  # fmt: skip
 
 
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16", "zero3_bf16", "single_fp8_msamp_o2"])
 def test_what_a_module_s_state_dict_adds_is_kept(tmp_path, config):
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 class Counts(torch.nn.Linear):
     calls = 0
 
@@ -436,9 +431,7 @@ accelerator.save_state(folder / "state")
 step(model, optimizer)
 accelerator.load_state(folder / "state")
 assert accelerator.unwrap_model(model)[0].calls == 2
-""",
-        config,
-    )
+""", config)  # fmt: skip
 
 
 @pytest.mark.parametrize("config", ["ddp_fp32", "fsdp_bf16"])
@@ -552,17 +545,14 @@ accelerator.print("steps", accelerator.steps.taken, "loss", accelerator.steps.lo
 
 
 def test_gradients_of_an_embedding_may_be_sparse(tmp_path):
-    run(
-        tmp_path,
-        """
+    run(tmp_path, """
 accelerator = Accelerator(project_dir=folder)
 model = torch.nn.Embedding(8, 4, sparse=True)
 model, optimizer = accelerator.prepare(model, torch.optim.SparseAdam(model.parameters(), 0.1))
 accelerator.backward(model(torch.arange(4)).square().mean())
 optimizer.step()
 accelerator.end_training()
-""",
-    )
+""")  # fmt: skip
     assert record(tmp_path / "run")["status"] == "finished"
 
 
