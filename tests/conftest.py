@@ -303,6 +303,10 @@ def metrics(run):
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
+def losses(run):
+    return [row["loss"] for row in metrics(run) if "loss" in row]
+
+
 def distance(a, b):
     """Largest absolute difference between two runs' weights."""
     a, b = weights(a), weights(b)

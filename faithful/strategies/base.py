@@ -387,6 +387,11 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def has_parameters(module: nn.Module) -> bool:
+    """A loss, as nn.MSELoss, has none."""
+    return next(nn.Module.parameters(module), None) is not None
+
+
 def buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
     """{place: this process's part} of the persistent buffers."""
     kept = persistent_buffers(unwrapped(model))

@@ -32,6 +32,7 @@ from faithful.strategies.base import (
     autocast_of,
     compile_for_this_rank,
     compute_in_autocast,
+    has_parameters,
     mixes_shards,
     needs_whole_model,
     whole_tensor,
@@ -110,7 +111,7 @@ class FSDP(Strategy):
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         for at, argument in enumerate(args):
             if isinstance(argument, torch.nn.Module) and not getattr(argument, "_is_accelerate_prepared", False):
-                holds = next(torch.nn.Module.parameters(argument), None) is not None  # a loss holds none
+                holds = has_parameters(argument)
                 prepared[at] = (
                     shard(session, accelerates, argument, optimizers) if holds else argument.to(session.device)
                 )

@@ -13,7 +13,7 @@ import torch
 from accelerate import DistributedDataParallelKwargs
 from accelerate.utils import set_seed
 from amp8_helpers import run_ranks
-from conftest import CONFIGS, distance, edited, launched, metrics, record, train, weights
+from conftest import CONFIGS, distance, edited, launched, losses, metrics, record, train, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -87,8 +87,8 @@ def test_rehearses(trained, bf16, name):
     assert before.keys() == after.keys()
     assert [key for key in before if before[key].equal(after[key])] == [], "frozen"
     plain = bf16(promised["strategy"])
-    losses, baseline = ([row["loss"] for row in metrics(r) if "loss" in row] for r in (run, plain))
-    assert losses == pytest.approx(baseline, rel=0.01) and losses != baseline
+    seen, baseline = map(losses, (run, plain))
+    assert seen == pytest.approx(baseline, rel=0.01) and seen != baseline
     sent, sent_by_bf16 = (r["evidence"]["wire_bytes_per_step"] for r in (made, record(plain)))
     wire = sent / sent_by_bf16 if processes > 1 else 0
     if backend == "msamp":
@@ -160,8 +160,8 @@ def test_ocps_rule_for_mx_scales_is_said_and_goes_on(trained, tmp_path):
     whole, other = train(floor, tmp_path / "whole", *STEPS), trained("single_fp8_ao_mxfp8")
     assert "fp8 torchao mxfp8, scale_calculation_mode floor, emulated" in record(whole)["evidence"]["measured"]
     assert "scale_calculation_mode" not in record(other)["evidence"]["measured"]
-    losses, others = ([row["loss"] for row in metrics(run) if "loss" in row] for run in (whole, other))
-    assert losses != others and losses == pytest.approx(others, rel=0.01)
+    seen, others = map(losses, (whole, other))
+    assert seen != others and seen == pytest.approx(others, rel=0.01)
     part = train(floor, tmp_path / "part", *STEPS, before=told_to_stop_at(4), code=143)
     train(floor, part, *STEPS, "--resume_from_checkpoint", "latest")
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
@@ -602,7 +602,7 @@ def test_compiles_without_breaks_or_recompiles(tmp_path, name):
     # one for all blocks, one more where the first block differs, as it has the first Linear layer
     assert graphs[0] == graphs[1] and 1 <= int(graphs[0]) <= 2 and "breaks 0" in log, log
     eager = train(name.replace("_compile", ""), tmp_path / "eager", *STEPS)
-    a, b = ([row["loss"] for row in metrics(r) if "loss" in row] for r in (run, eager))
+    a, b = map(losses, (run, eager))
     assert a == pytest.approx(b, rel=0.01)
 
 

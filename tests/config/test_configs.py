@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import CONFIGS, distance, free_port, launched, metrics, record, train, weights
+from conftest import CONFIGS, distance, free_port, launched, losses, record, train, weights
 
 from faithful.config import config_file
 from faithful.evidence import evidence
@@ -39,8 +39,8 @@ def test_rehearses(tmp_path, name):
     assert made["config"]["name"] == name and made["config"]["sha256"]
     assert {key: made["plan"][key] for key in asked} == asked
     assert made["plan"]["rehearsal"] is CPU_ONLY
-    losses = [row["loss"] for row in metrics(run) if "loss" in row]
-    assert len(losses) == 5 and all(0 < loss < 10 for loss in losses)
+    seen = losses(run)
+    assert len(seen) == 5 and all(0 < loss < 10 for loss in seen)
     seen, processes = made["evidence"], made["plan"]["num_processes"]
     assert seen["optimizer_owns_all"] and seen["bytes_per_parameter"]["total"] == 16.0
     compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[asked["precision"]]

@@ -17,7 +17,7 @@ from accelerate.commands.config import config_args
 from accelerate.commands.config.default import write_basic_config
 from accelerate.utils import set_seed
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launched, metrics, record
+from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launched, losses, record
 from test_plan import CPU, GPU, exported_by_accelerate, parsed_by_accelerate
 
 from faithful import __main__ as door, plan
@@ -262,7 +262,7 @@ def ended(path, out, *argv, options=(), code=0, **more):
 def forked(path, out, **more):
     """The first losses, in full, the record and the output of a run of gpt in forked ranks."""
     said = ended(path, out, *STEPS, name="gpt", **more)
-    return [row["loss"] for row in metrics(out) if "loss" in row], record(out), said
+    return losses(out), record(out), said
 
 
 def of_a_script(path, out, script, *argv, **more):

@@ -62,6 +62,16 @@ def steps(accelerator, model, optimizer, loss=loss_of, before=None, between=None
     return model
 
 
+def accumulated(accelerator, model, optimizer):
+    """STEPS steps of two backward passes each."""
+    for step in range(2 * STEPS):
+        accelerator.backward(loss_of(accelerator, model, step) / 2)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
 def plain(accelerator):
     model, optimizer = start(accelerator)
     return steps(accelerator, model, optimizer)
@@ -279,12 +289,7 @@ def unused_layer(accelerator):
     """A layer that the loss does not use, and two backward passes for each step."""
     model, optimizer = start(accelerator, model=Tied())
     accelerator.unwrap_model(model).second.forward = lambda inputs: 0.5 * inputs.repeat(1, 2)
-    for step in range(2 * STEPS):
-        accelerator.backward(loss_of(accelerator, model, step) / 2)
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+    return accumulated(accelerator, model, optimizer)
 
 
 def best_again(accelerator):
@@ -345,12 +350,7 @@ def earlier_state(accelerator):
 
 def accumulation_by_hand(accelerator):
     model, optimizer = start(accelerator)
-    for step in range(2 * STEPS):
-        accelerator.backward(loss_of(accelerator, model, step) / 2)
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+    return accumulated(accelerator, model, optimizer)
 
 
 def decay_by_hand(accelerator):

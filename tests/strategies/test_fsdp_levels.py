@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, distance, metrics, record, train, weights
+from conftest import CONFIGS, ROOT, distance, losses, metrics, record, train, weights
 from safetensors.torch import load_file
 
 from faithful.checkpoint import checkpoints
@@ -24,10 +24,6 @@ GPT = ("--dataset", ROOT / "LICENSE", "--sequence_length", 32, "--model", "gpt_n
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     return functools.cache(lambda config: train(config, folder / config, *STEPS))
-
-
-def losses(run):
-    return [row["loss"] for row in metrics(run) if "loss" in row]
 
 
 def with_tail(folder, tail, **keys):

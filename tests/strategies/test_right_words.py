@@ -144,7 +144,9 @@ def script(what):
         accelerator.prepare(nn.MSELoss())
     if what == "target":  # as random network distillation has one, and a loss without weights
         accelerator.prepare(nn.Linear(4, 4 + accelerator.process_index).requires_grad_(False), nn.MSELoss())
-    model, optimizer = accelerator.prepare(model, optimizer)
+    loss = [nn.MSELoss()] if what == "criterion" else []
+    optimizers = [optimizer, torch.optim.SGD(model.head.parameters())] if what == "optimizers" else [optimizer]
+    model, optimizer, *_ = accelerator.prepare(model, *optimizers, *loss)
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
     if what == "loaded" and accelerator.is_main_process:
@@ -281,6 +283,8 @@ ROWS = [
     ("fsdp_bf16", "named_norm", TRAINS),
     ("fsdp_bf16", "criterion", TRAINS),
     ("fsdp_fp8_msamp_o2", "criterion", TRAINS),
+    *((config, "criterion", TRAINS) for config in ("zero2_bf16", "zero3_bf16")),
+    ("zero2_bf16", "optimizers", "under zero2 one optimizer updates the model, the script prepares 2"),
     ("ddp_bf16", "wrapper", TRAINS),
     ("zero2_bf16", "wrapper", TRAINS),
     ("fsdp_bf16", "wrapper", "the script uses model.module, the inside of DDP's wrapper"),

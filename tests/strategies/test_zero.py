@@ -16,7 +16,7 @@ import of_matrices as own
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, distance, launched, metrics, record, train, weights
+from conftest import CONFIGS, ROOT, distance, launched, losses, metrics, record, train, weights
 from safetensors.torch import load_file
 from test_run import poison
 
@@ -43,10 +43,6 @@ LATEST = ("--resume_from_checkpoint", "latest")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     return functools.cache(lambda config: train(config, folder / config, *STEPS))
-
-
-def losses(run):
-    return [row["loss"] for row in metrics(run) if "loss" in row]
 
 
 def fp32(stage, folder):

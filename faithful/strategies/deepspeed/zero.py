@@ -41,6 +41,7 @@ from faithful.strategies.base import (
     Strategy,
     buffers_by_place,
     compute_in_autocast,
+    has_parameters,
     needs_whole_model,
     persistent_buffers,
     refuse_other_model,
@@ -115,8 +116,14 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def real(self, session: Session, args: tuple[Any, ...]) -> tuple[Any, ...]:
         fresh = fresh_of(args)
-        if not fresh and self.engine is None and any(isinstance(each, torch.optim.Optimizer) for each in args):
+        optimizers = sum(isinstance(each, torch.optim.Optimizer) for each in args)
+        if not fresh and self.engine is None and optimizers:
             self.need_both(None)
+        if fresh and optimizers > 1:
+            raise Refused(
+                f"under {self.plan.strategy} one optimizer updates the model, the script prepares {optimizers}: use "
+                "one with parameter groups, or a ddp or fsdp config"
+            )
         several = len(fresh) + (self.engine is not None and bool(fresh)) > 1
         if several or (fresh and not any(parameter.requires_grad for parameter in fresh[0].parameters())):
             what = "several" if several else "a frozen one"
@@ -193,8 +200,10 @@ class ZeRO(GradientsElsewhere, Strategy):
         if self.keeps_masters or self._splits_weights:
             held = "in 16 bit" if self.keeps_masters else "in parts"
             averages.refuse(f"under {self.plan.strategy} DeepSpeed holds the weights {held}")
+        losses = {at: each for at, each in enumerate(args) if isinstance(each, nn.Module) and not has_parameters(each)}
+        without = tuple(None if at in losses else each for at, each in enumerate(args))
         with masters_for_all(session.note, args):
-            prepared = super().prepare(session, accelerates, args, device_placement)
+            prepared = super().prepare(session, accelerates, without, device_placement)
         for engine in (new for new, old in zip(prepared, args, strict=True) if any(old is model for model in fresh)):
             self._engine = weakref.ref(engine)
             for module in engine.module.modules() if self._splits_weights else ():
@@ -202,7 +211,7 @@ class ZeRO(GradientsElsewhere, Strategy):
                 module._is_fsdp_managed_module = True
             if exact:
                 take_exact(engine.optimizer, exact, session.device if self.plan.ram_efficient else None)
-        return prepared
+        return tuple(losses[at].to(session.device) if at in losses else each for at, each in enumerate(prepared))
 
     @property
     def engine(self) -> "DeepSpeedEngine | None":
@@ -428,7 +437,7 @@ def gradients(zero: Zero) -> list[torch.Tensor]:
 
 def fresh_of(args: Iterable[Any]) -> list[nn.Module]:
     """The models in `args` that are not prepared yet."""
-    models = [argument for argument in args if isinstance(argument, nn.Module)]
+    models = [argument for argument in args if isinstance(argument, nn.Module) and has_parameters(argument)]
     return [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
 
 
