@@ -67,6 +67,10 @@ def command(before=None):
     made with."""
     words = [f"../{Path(word).name}" if os.path.isabs(word) else word for word in sys.argv[1:]]
     now = " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *words])
+    return together(before, now)
+
+
+def together(before, now):
     return now if not before else before if now in before else f"{before} and {now}"
 
 
@@ -79,10 +83,14 @@ def origin(packages=(), run=None):
 
 
 def save(file, figures, packages=(), run=None):
-    """Writes the figures to a JSON file, with their origin; what they hold of it already is kept."""
+    """Writes the figures to a JSON file, with their origin; what they hold of it already is kept. Where their command
+    is not this one alone, they keep rows of the file, and the devices of both are named."""
     file = Path(file)
     file.parent.mkdir(exist_ok=True, parents=True)
-    file.write_text(json.dumps(origin(packages, run) | figures, indent=1) + "\n")
+    new = origin(packages, run) | figures
+    if new["command"] != command():
+        new["device"] = together(made(file, device=None)["device"], new["device"])
+    file.write_text(json.dumps(new, indent=1) + "\n")
     print(f"wrote {file}")
 
 
