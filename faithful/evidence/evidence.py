@@ -84,7 +84,7 @@ class Evidence:
         trainable = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
         self.sharded = self.strategy.sharded(trainable)
         self.stepped: Counter[int] = Counter()  # {id of an optimizer: its steps, while they are counted}
-        self.gradients: dict[int, tuple[dict[str, int], int]] = {}  # of its first step: (elements by dtype, bytes)
+        self.gradients: dict[int, tuple[dict[str, int], int]] = {}  # of one step: (elements by dtype, bytes)
         self.owned_before = layers.owned
         self.fp8 = FP8Layers(backend.kinds, model)
         linear, norms = self.fp8.counted()

@@ -119,17 +119,17 @@ class ZeRO(GradientsElsewhere, Strategy):
         optimizers = sum(isinstance(each, torch.optim.Optimizer) for each in args)
         if not fresh and self.engine is None and optimizers:
             self.need_both(None)
-        if fresh and optimizers > 1:
-            raise Refused(
-                f"under {self.plan.strategy} one optimizer updates the model, the script prepares {optimizers}: use "
-                "one with parameter groups, or a ddp or fsdp config"
-            )
         several = len(fresh) + (self.engine is not None and bool(fresh)) > 1
         if several or (fresh and not any(parameter.requires_grad for parameter in fresh[0].parameters())):
             what = "several" if several else "a frozen one"
             raise Refused(
                 f"{self.plan.strategy} trains one model, the script prepares {what}: use a ddp or fsdp config, or for "
                 "a model that it does not train accelerator.prepare_model(model, evaluation_mode=True)"
+            )
+        if fresh and optimizers > 1:
+            raise Refused(
+                f"under {self.plan.strategy} one optimizer updates the model, the script prepares {optimizers}: use "
+                "one with parameter groups, or a ddp or fsdp config"
             )
         processes = 1 if session.split_batches else self.plan.num_processes
         return dummies.real(plugin().deepspeed_config, processes, args)
