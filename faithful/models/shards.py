@@ -8,10 +8,12 @@ Where an index selects along the sharded dimension, torch gathers the tensor and
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
+from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -21,6 +23,7 @@ from faithful.launch import rank_sync
 from faithful.models.averages import like
 from faithful.tensors.names import by_mesh, tensors_of
 
+WHOLE = "on all of them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model"
 parts_are_meant = False  # by who calls torch.save
 copies = 0  # how often this process has written a whole tensor into a shard, which all do as often
 ROW = "DTensor.__setitem__, data, item, methods that change it"
@@ -45,11 +48,15 @@ def take_writes() -> None:
     patches.undo_with(ROW, lambda: handlers.pop(NUMBER, None))
 
 
-def saved_by_all(save: Callable[..., Any], obj: object, *args: Any, **kwargs: Any) -> None:
+def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
     """torch.save, which writes this process's part of a DTensor: fine where each process has a file of its own."""
     if not parts_are_meant and any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
         need_all_for("torch.save")
-    save(obj, *args, **kwargs)
+        name = getattr(f, "name", f)  # of an open file
+        named = gather_object([os.path.realpath(name)] if isinstance(name, str | os.PathLike) else [])
+        if len(set(named)) < len(named):
+            raise Refused(f"all processes write their parts of sharded tensors to {name}, and one would stay: {WHOLE}")
+    save(obj, f, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -67,8 +74,7 @@ def need_all_for(call: str) -> None:
     """Raises Refused if the main process alone calls this to write shards."""
     if not rank_sync.all_ranks_called(call, needed=True):
         raise Refused(
-            f"the main process alone calls {call} with sharded tensors, of which each process holds a part: on all of "
-            "them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model"
+            f"the main process alone calls {call} with sharded tensors, of which each process holds a part: {WHOLE}"
         )
 
 

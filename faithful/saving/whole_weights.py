@@ -50,7 +50,7 @@ def need_all(strategy: "Strategy", model: nn.Module) -> None:
     if strategy.sharded(model.parameters()) and not rank_sync.all_ranks_called("get_state_dict", True):
         raise Refused(
             "the main process alone asks for the weights, but each process holds a part of them: call "
-            "get_state_dict or save_model on all of them"
+            "get_state_dict or save_model on all of them, before end_training()"
         )
 
 

@@ -1,11 +1,14 @@
 """What a script calls on the main process alone, as its file shows."""
 
 import ast
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from faithful.saving import saving
+
+MADE = re.compile(r"\bunwrap_model\(").search
 
 if TYPE_CHECKING:
     from faithful.backends.base import Backend
@@ -16,7 +19,7 @@ def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
     """Names the calls on the main process alone that need all processes: before the first step, as a save may come
     after hours."""
     needed = ["save_state"] * saving.in_parts(strategy, backend)
-    needed += ["save_model", "get_state_dict"] * (not strategy.replicates)
+    needed += ["save_model", "get_state_dict", "save_pretrained", "state_dict"] * (not strategy.replicates)
     told = "on the main process alone, but each process holds a part of the run: call it on all of them"
     calls = calls_alone(script) if needed else []
     alone = [(line, name) for line, name in calls if name in needed]
@@ -24,7 +27,8 @@ def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
 
 
 def calls_alone(script: str | Path) -> list[tuple[int, str]]:
-    """(line, method) of the calls of an accelerator that a script makes in `if accelerator.is_main_process` blocks."""
+    """(line, method) of the calls of an accelerator, or of what is made of a prepared model, that a script makes in
+    `if accelerator.is_main_process` blocks, without those that are given a state_dict."""
     try:
         with warnings.catch_warnings(action="ignore"):  # Python has printed those of this file
             tree = ast.parse(Path(script).read_bytes())
@@ -32,9 +36,16 @@ def calls_alone(script: str | Path) -> list[tuple[int, str]]:
         return []
     blocks = [node.body for node in ast.walk(tree) if isinstance(node, ast.If) and of_main_alone(node.test)]
     inside = (node for block in blocks for line in block for node in ast.walk(line) if isinstance(node, ast.Call))
-    methods = (call.func for call in inside if isinstance(call.func, ast.Attribute))
-    of_one = (method for method in methods if ast.unparse(method.value).endswith("accelerator"))
-    return sorted({(method.lineno, method.attr) for method in of_one})
+    given = (call for call in inside if not any(keyword.arg == "state_dict" for keyword in call.keywords))
+    methods = [call.func for call in given if isinstance(call.func, ast.Attribute)]
+    models = {name for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in made_of_a_model(node)}
+    wanted = (m for m in methods if (of := ast.unparse(m.value)).endswith("accelerator") or of in models or MADE(of))
+    return sorted({(method.lineno, method.attr) for method in wanted})
+
+
+def made_of_a_model(node: ast.Assign) -> list[str]:
+    """The names that get a value in which a prepared model is, as a pipeline of diffusers."""
+    return list(map(ast.unparse, node.targets)) if MADE(ast.unparse(node.value)) else []
 
 
 def of_main_alone(test: ast.expr) -> bool:

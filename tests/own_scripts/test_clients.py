@@ -339,6 +339,15 @@ def test_which_calls_are_of_the_main_process_alone(tmp_path):
     for test in (*alone, *others):
         (tmp_path / "script.py").write_text(block.format(test))
         assert calls_alone(tmp_path / "script.py") == ([(3, "save_state")] if test in alone else []), test
+    (tmp_path / "script.py").write_text("""net = accelerator.unwrap_model(model)
+pipeline = Pipeline.from_pretrained("x", unet=unwrap_model(unet))
+if accelerator.is_main_process:
+    net.save_pretrained("x"), pipeline.save_pretrained("x"), tokenizer.save_pretrained("x"), schedule.state_dict()
+    torch.save(unwrap_model(model).state_dict(), "x")
+    net.save_pretrained("x", state_dict=whole)
+net.save_pretrained("x", is_main_process=accelerator.is_main_process)
+""")
+    assert calls_alone(tmp_path / "script.py") == [(4, "save_pretrained"), (5, "state_dict")]
 
 
 def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):

@@ -182,7 +182,7 @@ LINES = {
     "faithful/disk": 700,
     "faithful/evidence": 900,
     "faithful/launch": 1850,  # processes that use different parts of a model; a refusal that a script catches to exit
-    "faithful/models": 1000,  # torch.save of shards; hooks that a copy of a model does not have
+    "faithful/models": 1050,  # torch.save of shards, to one file, too; hooks that a copy of a model does not have
     "faithful/saving": 1100,  # puts whole weights together for every strategy; what a module adds to its state_dict
     "faithful/scripts": 200,  # a Trainer's resume under tp; saves of the main process alone, named early
     "faithful/strategies": 3400,  # right words for what libraries of others do; an optimizer whose parameters are a set

@@ -197,8 +197,8 @@ def script(what):
         accelerator.save({"model": state, "steps": STEPS}, file)
         saved, whole = accelerator.is_main_process and torch.load(file)["model"], accelerator.get_state_dict(model)
         assert not saved or all(torch.equal(saved[name], whole[name]) for name in whole)
-    if what == "saved_alone" and accelerator.is_main_process:
-        torch.save(state, file)
+    if what in ("saved_by_each", "saved_by_all") or (what == "saved_alone" and accelerator.is_main_process):
+        torch.save(state, f"{file}{accelerator.process_index * (what == 'saved_by_each')}")
     accelerator.save_model(model, f"{sys.argv[2]}/model")
     accelerator.end_training()
     if what == "at_last" and accelerator.is_main_process:  # as sd-scripts' save_state_on_train_end
@@ -259,6 +259,8 @@ ROWS = [
     ("zero2_bf16", "own", "OwnParameters has a method parameters() of its own, which DeepSpeed would take for torch's"),
     ("fsdp_bf16", "saved", TRAINS),
     ("fsdp_fp8_msamp_o2", "saved", TRAINS),
+    ("fsdp_bf16", "saved_by_each", TRAINS),
+    ("fsdp_bf16", "saved_by_all", "all processes write their parts of sharded tensors to"),  # as T2I-Adapter's hook
     ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save with sharded tensors"),
     ("zero2_bf16", "one_cycle", TRAINS),
     ("zero3_bf16", "one_cycle", TRAINS),
