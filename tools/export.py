@@ -82,7 +82,23 @@ def record_of(run: Path) -> dict[str, Any]:
     return record | {"data": records.data_of(run)} if (run / "data.json").exists() else record
 
 
-def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
+def checkpoint_of(run: Path, name: str) -> Path:
+    """The checkpoint that --checkpoint names: by its step, or by its folder, as the script has called it."""
+    folders = [folder for folder in checkpoints.candidates(run) if folder.name == f"checkpoint-{name}"]
+    folders += [folder for folder in (run / name, Path(name)) if (folder / checkpoints.MANIFEST).is_file()]
+    if not folders:
+        steps = [folder.name.removeprefix("checkpoint-") for folder in checkpoints.candidates(run)]
+        raise Refused(f"{run} has no checkpoint {name}: there are {', '.join(steps + of_other_names(run)) or 'none'}")
+    return folders[0]
+
+
+def of_other_names(run: Path) -> list[str]:
+    """Checkpoints whose folders are not called checkpoint-STEP."""
+    found = [path.parent for at in ("*", "*/*") for path in run.glob(f"{at}/{checkpoints.MANIFEST}")]
+    return sorted(str(folder.relative_to(run)) for folder in set(found) - set(checkpoints.list_checkpoints(run)))
+
+
+def source_of(run: Path, step: int | str | None = None) -> tuple[list[Path], str]:
     """Returns (files to read, their source): the finished model, or a checkpoint whose hashes were all verified."""
     record = record_of(run)
     status, strategy = record["status"], record["plan"]["strategy"]
@@ -95,13 +111,7 @@ def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
         return model, "the finished model"
     if strategy not in STRATEGIES:
         raise Refused(f"checkpoints of {strategy} cannot be exported: let the run finish, then export its model")
-    folders = checkpoints.candidates(run)
-    if step is not None:
-        steps = [folder.name.removeprefix("checkpoint-") for folder in folders]
-        if str(step) not in steps:
-            raise Refused(f"{run} has no checkpoint-{step}: there are steps {', '.join(steps) or 'none'}")
-        folders = [folders[steps.index(str(step))]]
-    for folder in folders:
+    for folder in checkpoints.candidates(run) if step is None else [checkpoint_of(run, str(step))]:
         reason, files = checkpoints.unsound(folder), {}
         try:
             files = {} if reason else checkpoints.files_of_ranks(folder)
@@ -121,9 +131,9 @@ def source_of(run: Path, step: int | None = None) -> tuple[list[Path], str]:
         if step is not None:
             raise Refused(f"{folder}: {reason}")
         print(f"skipping {folder}: {reason}", file=sys.stderr)
-    raise Refused(
-        f"{run} is {status}, with neither a finished model nor a sound checkpoint: there is nothing to export"
-    )
+    others = of_other_names(run)
+    what = f"--checkpoint takes one of {', '.join(others)}" if others else "there is nothing to export"
+    raise Refused(f"{run} is {status}, with neither a finished model nor a sound checkpoint-STEP: {what}")
 
 
 def has_part(path: Path) -> bool:
@@ -258,7 +268,7 @@ def refuse_other_than_a_file(output: Path) -> None:
         raise Refused(f"--output {error}") from None
 
 
-def export(run: Path, output: Path | None = None, step: int | None = None, max_shard_size: str = "10GB") -> str:
+def export(run: Path, output: Path | None = None, step: int | str | None = None, max_shard_size: str = "10GB") -> str:
     """Writes `output` (default: RUN/export.safetensors), above `max_shard_size` in several files with an index. Returns
     a line that says what was written."""
     files, source = source_of(run, step)
@@ -287,7 +297,7 @@ def export(run: Path, output: Path | None = None, step: int | None = None, max_s
     return f"{what}: {len(tensors)} tensors, {values:,} values, {size:,} bytes, fp32, from {source} ({read_from})"
 
 
-def load(run: Path, step: int | None = None) -> tuple[torch.nn.Module, dict[str, Any], str]:
+def load(run: Path, step: int | str | None = None) -> tuple[torch.nn.Module, dict[str, Any], str]:
     """Returns (the plain model with a run's weights, in eval mode and fp32; the run's record; what was read)."""
     record = record_of(run)
     if "data" not in record:
@@ -388,7 +398,7 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=input_ids, **more)[0]
 
 
-def to_onnx(run: Path, output: Path | None = None, step: int | None = None, samples: int = 16) -> str:
+def to_onnx(run: Path, output: Path | None = None, step: int | str | None = None, samples: int = 16) -> str:
     """Writes `output` (default: RUN/export.onnx). Returns a line that says what was written and how it compares."""
     try:
         import onnx
@@ -450,7 +460,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--to", choices=["safetensors", "onnx"], default="safetensors", help="the format")
     parser.add_argument("--output", type=Path, help="the file to write; default: RUN/export.safetensors, .onnx")
     parser.add_argument(
-        "--checkpoint", type=cli.number(int, 0), metavar="STEP", help="this checkpoint, not the finished model"
+        "--checkpoint", metavar="STEP", help="this checkpoint, by its step or folder, not the finished model"
     )
     parser.add_argument("--max_shard_size", default="10GB", help="safetensors: of one file; more are written, an index")
     args = parser.parse_args(argv)

@@ -216,7 +216,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--precision", choices=["evaluated", "plain"], default="evaluated")
     parser.add_argument(
-        "--checkpoint", type=cli.number(int, 0), metavar="STEP", help="this checkpoint, not the finished model"
+        "--checkpoint", metavar="STEP", help="this checkpoint, by its step or folder, not the finished model"
     )
     args = parser.parse_intermixed_args(argv)
     device = torch.device("cpu")

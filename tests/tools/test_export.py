@@ -174,13 +174,24 @@ def test_a_stopped_run_gives_its_newest_sound_checkpoint(copied, run_tool):
     assert not (run / "export.safetensors").exists()
 
 
+def test_a_checkpoint_by_the_name_that_the_script_has_given_it(copied, run_tool):
+    run = copied("single_fp8")
+    named = (run / "checkpoint-6").rename(run / "checkpoint-6-epoch-0")  # as parler-tts does
+    shutil.rmtree(run / "checkpoint-3"), shutil.rmtree(run / "model")
+    code, _, err = run_tool(run)
+    assert code == 2 and f"--checkpoint takes one of {named.name}" in err, err
+    for name in (named, named.name):
+        code, out, err = run_tool(run, "--checkpoint", name)
+        assert code == 0 and f"from {named.name}" in out, err
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_path):
     run = copied("single_fp8")
     part = run / "checkpoint-3" / "rank0.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     for argv, expected in (
         ((run, "--checkpoint", 3), "rank0.safetensors is not what was written"),
-        ((run, "--checkpoint", 5), "has no checkpoint-5: there are steps 6, 3"),
+        ((run, "--checkpoint", 5), "has no checkpoint 5: there are 6, 3"),
         ((run, "--output", run / "model" / "model.safetensors"), "would damage it"),
         ((run, "--output", run / "run.json" / "x.safetensors"), "could not be written (File exists)"),
         ((run, "--checkpoint", 6, "--output", run / "checkpoint-6" / "x"), "would damage it"),
