@@ -75,7 +75,8 @@ def initialize(
     layers, state.skipped = choose(model, skip, places)
     if not layers:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in state.skipped[:3])
-        raise ValueError(f"amp8 finds no Linear to convert ({reasons or f'{type(model).__name__} has none'})")
+        name = type(model).__name__
+        raise ValueError(f"amp8 finds no Linear to convert in {name} ({reasons or 'it has none'}): train it in bf16")
     if places:
         state.join_mesh(next(places[layer.weight] for layer in layers.values())[1])
     elif dist.is_available() and dist.is_initialized():

@@ -267,7 +267,7 @@ class Evidence:
         parts[-1] += ", activations computed again" if plan.ckpt else ""
         parts[-1] += " from inputs on the host" if plan.ckpt_on_host else ""
         parts.append(
-            "parameters " + " and ".join(dtypes["parameters"]) + ", gradients " + " and ".join(dtypes["gradients"])
+            f"parameters {' and '.join(dtypes['parameters'])}, gradients {' and '.join(dtypes['gradients']) or 'none'}"
         )
         share, sizes = self.record.get("share_per_process"), self.record["bytes_per_parameter"]
         parts.append(f"{sizes['total']:.1f} B/param")

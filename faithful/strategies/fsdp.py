@@ -282,6 +282,7 @@ def shard(
 ) -> nn.Module:
     """Lets Accelerate shard `model` in the units that the config says, and gives the script's `optimizers` the sharded
     parameters. Returns the model, which Accelerate changes in place."""
+    refuse_shared(model)
     plan, plugin = session.plan, cast("FullyShardedDataParallelPlugin", AcceleratorState().fsdp_plugin)
     policy, checkpointing = plugin.auto_wrap_policy, plugin.activation_checkpointing
     if not any(parameter.requires_grad for parameter in model.parameters()):  # `before_prepare` has not seen it
@@ -334,6 +335,18 @@ def shard(
             model.generate = autocast_of(session)(model.generate)
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Raises Refused if a part of the model is in one that was prepared before, as the encoder of distil-whisper's
+    teacher and student."""
+    held = {id(sharded()) for _, sharded in SHARDS.values()}
+    shared = (name for name, parameter in parameters_of(model, remove_duplicate=False) if id(parameter) in held)
+    if (name := next(shared, None)) is not None:
+        raise Refused(
+            f"{type(model).__name__} shares {name} with another prepared model, and FSDP2 shards a layer once: give it "
+            "a copy of its own, or use a ddp config"
+        )
 
 
 def apply_changes(model: nn.Module, function: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:

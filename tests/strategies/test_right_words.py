@@ -144,15 +144,21 @@ def script(what):
         accelerator.prepare(nn.MSELoss())
     if what == "target":  # as random network distillation has one, and a loss without weights
         accelerator.prepare(nn.Linear(4, 4 + accelerator.process_index).requires_grad_(False), nn.MSELoss())
-    loss = [nn.MSELoss()] if what == "criterion" else []
+    others = [nn.MSELoss()] if what == "criterion" else [copy.deepcopy(model)] if what == "shared" else []
+    if what == "shared":  # as the encoder of distil-whisper's teacher and student
+        others[0].blocks = model.blocks
+        others[0].requires_grad_(False)
     optimizers = [optimizer, torch.optim.SGD(model.head.parameters())] if what == "optimizers" else [optimizer]
-    model, optimizer, *_ = accelerator.prepare(model, *optimizers, *loss)
+    model, optimizer, *_ = accelerator.prepare(model, *optimizers, *others)
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
     if what == "loaded" and accelerator.is_main_process:
         accelerator.unwrap_model(model).load_state_dict({k: v * 2 for k, v in built(what).state_dict().items()})
     if what == "averaged":
         AveragedModel(model)
+    if what == "inference":  # as voicebox-pytorch's validation
+        with torch.inference_mode():
+            model(torch.arange(8), True)
     if what == "wrapper":  # as muse-maskgit-pytorch's trainers, in several processes
         model.module.train()
     if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
@@ -259,6 +265,8 @@ ROWS = [
     ("zero2_bf16", "own", "OwnParameters has a method parameters() of its own, which DeepSpeed would take for torch's"),
     ("fsdp_bf16", "saved", TRAINS),
     ("fsdp_fp8_msamp_o2", "saved", TRAINS),
+    ("ddp_bf16", "shared", TRAINS),
+    ("fsdp_fp8", "shared", "Net shares blocks.0.linear.weight with another prepared model"),
     ("fsdp_bf16", "saved_by_each", TRAINS),
     ("fsdp_bf16", "saved_by_all", "all processes write their parts of sharded tensors to"),  # as T2I-Adapter's hook
     ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save with sharded tensors"),
@@ -269,7 +277,7 @@ ROWS = [
     ("zero2_bf16", "mean", "in 16 bit, and AveragedModel.update_parameters would average these"),
     ("fsdp_bf16", "mean", TRAINS),
     ("single_fp8", "convs", "none of 0 Linear layers can be: Conv2d has none"),
-    ("single_fp8_msamp_o2", "convs", "finds no Linear to convert (Conv2d has none)"),
+    ("single_fp8_msamp_o2", "convs", "finds no Linear to convert in Conv2d (it has none): train it in bf16"),
     ("zero2_bf16", "frozen", "zero2 trains one model, the script prepares a frozen one"),
     ("fsdp_bf16", "frozen", TRAINS),
     ("ddp_bf16", "at_last", TRAINS),
@@ -279,6 +287,8 @@ ROWS = [
     ("fsdp_fp32", "orthogonal", "that torch's shards do not have (aten.eye"),
     ("fsdp_fp8_msamp_o2", "in_place", TRAINS),
     ("ddp_fp8", "in_place", TRAINS),
+    ("fsdp_fp8", "inference", "the script calls the model in train() within torch.inference_mode()"),
+    ("fsdp_bf16", "inference", TRAINS),
     ("fsdp_fp8", "in_place", "changes the output of an FP8 layer in place"),
     *((config, "input", "a layer changes what it gets in place") for config in ("fsdp_bf16", "fsdp_fp8")),
     ("zero3_bf16", "input", TRAINS),
