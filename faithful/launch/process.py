@@ -281,8 +281,9 @@ def end_on_mismatch(end: Callable[[], object]) -> None:
 def end_mismatched(newest: Newest) -> None:
     """Ends this process after that."""
     said = (
-        "the processes have used different parts of the model, an expert without tokens perhaps, or call collectives "
-        f"with tensors of different sizes: {deadline.stand()}, and gets data of another size: {EACH_PART}"
+        "the processes have used different parts of the model, an expert without tokens perhaps, one has called it "
+        "without the others, as for a validation, or they call collectives with tensors of different sizes: "
+        f"{deadline.stand()}, and gets data of another size: call it on all of them, {EACH_PART}"
     )
     with contextlib.suppress(RuntimeError):
         launcher.store().set("mismatch", said)
