@@ -90,7 +90,7 @@ def test_refusals():
         (net(), {"recipe": "te"}, "recipe is one of msamp, te_delayed, fp4, not 'te'"),
         (net(), {"recipe_options": {"margin": 1}}, "has no options"),
         (net(), delayed | {"recipe_options": {"fp8_format": "E5M2"}}, "fp8_format"),
-        (nn.Sequential(nn.LayerNorm(16)), {}, "Sequential has none"),
+        (nn.Sequential(nn.LayerNorm(16)), {}, "to convert in Sequential"),
         (start(net())[0], {}, "on a level already"),
         (on_meta, {}, "meta device"),
     ):
