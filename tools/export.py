@@ -27,6 +27,7 @@ it and onnxruntime's logits on held-out samples are within 1e-4 of torch's.
 
 import contextlib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -83,9 +84,10 @@ def record_of(run: Path) -> dict[str, Any]:
 
 
 def checkpoint_of(run: Path, name: str) -> Path:
-    """The checkpoint that --checkpoint names: by its step, or by its folder, as the script has called it."""
+    """The run's checkpoint that --checkpoint names: by its step, or by its folder, as the script has called it."""
     folders = [folder for folder in checkpoints.candidates(run) if folder.name == f"checkpoint-{name}"]
-    folders += [folder for folder in (run / name, Path(name)) if (folder / checkpoints.MANIFEST).is_file()]
+    inside = [path for path in (run / name, Path(name)) if path.resolve().is_relative_to(run.resolve())]  # of its plan
+    folders += [folder for folder in inside if os.path.isfile(folder / checkpoints.MANIFEST)]
     if not folders:
         steps = [folder.name.removeprefix("checkpoint-") for folder in checkpoints.candidates(run)]
         raise Refused(f"{run} has no checkpoint {name}: there are {', '.join(steps + of_other_names(run)) or 'none'}")

@@ -196,8 +196,8 @@ class Evidence:
 
     def after_first_update(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts parameters and optimizer state when each optimizer has stepped, and adds up the shards of all ranks.
-        A discriminator may begin later: then when one steps again, and once more when the other has begun. Returns
-        whether it has counted. Every rank calls it."""
+        If one of them begins later, as that of a discriminator, it counts when another steps again, and once more when
+        that one has begun. Returns whether it has counted. Every rank calls it."""
         self.stepped[id(optimizer)] += 1
         if len(self.stepped) < len(self.optimizers) and self.stepped[id(optimizer)] == 1:
             return False

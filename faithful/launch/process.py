@@ -283,7 +283,7 @@ def end_mismatched(newest: Newest) -> None:
     said = (
         "the processes have used different parts of the model, an expert without tokens perhaps, one has called it "
         "without the others, as for a validation, or they call collectives with tensors of different sizes: "
-        f"{deadline.stand()}, and gets data of another size: call it on all of them, {EACH_PART}"
+        f"{deadline.stand()}, and gets data of another size: call the model on all of them, {EACH_PART}"
     )
     with contextlib.suppress(RuntimeError):
         launcher.store().set("mismatch", said)

@@ -52,10 +52,12 @@ def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kw
     """torch.save, which writes this process's part of a DTensor: fine where each process has a file of its own."""
     if not parts_are_meant and any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
         need_all_for("torch.save")
-        name = getattr(f, "name", f)  # of an open file
-        named = gather_object([os.path.realpath(name)] if isinstance(name, str | os.PathLike) else [])
-        if len(set(named)) < len(named):
-            raise Refused(f"all processes write their parts of sharded tensors to {name}, and one would stay: {WHOLE}")
+        path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # of an open file
+        paths = gather_object([os.path.realpath(path)] if isinstance(path, str | os.PathLike) else [])
+        if len(set(paths)) < len(paths):
+            raise Refused(
+                f"several processes write their parts of sharded tensors to {path}, where one would be left: {WHOLE}"
+            )
     save(obj, f, *args, **kwargs)
 
 

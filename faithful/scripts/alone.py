@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from faithful.saving import saving
 
-MADE = re.compile(r"\bunwrap_model\(").search
-
 if TYPE_CHECKING:
     from faithful.backends.base import Backend
     from faithful.strategies.base import Strategy
+
+UNWRAPS = re.compile(r"\bunwrap_model\(").search
 
 
 def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
@@ -27,8 +27,8 @@ def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
 
 
 def calls_alone(script: str | Path) -> list[tuple[int, str]]:
-    """(line, method) of the calls of an accelerator, or of what is made of a prepared model, that a script makes in
-    `if accelerator.is_main_process` blocks, without those that are given a state_dict."""
+    """(line, method) of the calls of an accelerator, of an unwrapped model or of what is made with one, that a script
+    makes in `if accelerator.is_main_process` blocks, without those that are given a state_dict."""
     try:
         with warnings.catch_warnings(action="ignore"):  # Python has printed those of this file
             tree = ast.parse(Path(script).read_bytes())
@@ -38,14 +38,10 @@ def calls_alone(script: str | Path) -> list[tuple[int, str]]:
     inside = (node for block in blocks for line in block for node in ast.walk(line) if isinstance(node, ast.Call))
     given = (call for call in inside if not any(keyword.arg == "state_dict" for keyword in call.keywords))
     methods = [call.func for call in given if isinstance(call.func, ast.Attribute)]
-    models = {name for node in ast.walk(tree) if isinstance(node, ast.Assign) for name in made_of_a_model(node)}
-    wanted = (m for m in methods if (of := ast.unparse(m.value)).endswith("accelerator") or of in models or MADE(of))
+    assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and UNWRAPS(ast.unparse(n.value))]
+    models = {ast.unparse(target) for node in assigned for target in node.targets}
+    wanted = (m for m in methods if (of := ast.unparse(m.value)).endswith("accelerator") or of in models or UNWRAPS(of))
     return sorted({(method.lineno, method.attr) for method in wanted})
-
-
-def made_of_a_model(node: ast.Assign) -> list[str]:
-    """The names that get a value in which a prepared model is, as a pipeline of diffusers."""
-    return list(map(ast.unparse, node.targets)) if MADE(ast.unparse(node.value)) else []
 
 
 def of_main_alone(test: ast.expr) -> bool:

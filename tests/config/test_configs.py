@@ -39,8 +39,7 @@ def test_rehearses(tmp_path, name):
     assert made["config"]["name"] == name and made["config"]["sha256"]
     assert {key: made["plan"][key] for key in asked} == asked
     assert made["plan"]["rehearsal"] is CPU_ONLY
-    seen = losses(run)
-    assert len(seen) == 5 and all(0 < loss < 10 for loss in seen)
+    assert len(losses(run)) == 5 and all(0 < loss < 10 for loss in losses(run))
     seen, processes = made["evidence"], made["plan"]["num_processes"]
     assert seen["optimizer_owns_all"] and seen["bytes_per_parameter"]["total"] == 16.0
     compute = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[asked["precision"]]

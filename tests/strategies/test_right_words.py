@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import DistributedDataParallelKwargs
 from accelerate.utils import gather_object, set_seed
-from conftest import Ranks, distance, record, train
+from conftest import Ranks, distance, record, train, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -204,7 +204,9 @@ def script(what):
         saved, whole = accelerator.is_main_process and torch.load(file)["model"], accelerator.get_state_dict(model)
         assert not saved or all(torch.equal(saved[name], whole[name]) for name in whole)
     if what in ("saved_by_each", "saved_by_all") or (what == "saved_alone" and accelerator.is_main_process):
-        torch.save(state, f"{file}{accelerator.process_index * (what == 'saved_by_each')}")
+        folder = Path(f"{sys.argv[2]}-saved", str(accelerator.process_index * (what == "saved_by_each")))
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(state, folder / "part.pt")
     accelerator.save_model(model, f"{sys.argv[2]}/model")
     accelerator.end_training()
     if what == "at_last" and accelerator.is_main_process:  # as sd-scripts' save_state_on_train_end
@@ -222,8 +224,16 @@ ROWS = [
     ("fsdp_bf16", "swapped", "different parts of the model"),
     ("zero2_bf16", "swapped", "different parts of the model"),
     ("zero1_bf16", "swapped", "different parts of the model"),
-    ("fsdp_bf16", "parts", "gets data of another size: call it on all of them, use every part of the model in each"),
-    ("zero2_bf16", "parts", "gets data of another size: call it on all of them, use every part of the model in each"),
+    (
+        "fsdp_bf16",
+        "parts",
+        "gets data of another size: call the model on all of them, use every part of the model in each",
+    ),
+    (
+        "zero2_bf16",
+        "parts",
+        "gets data of another size: call the model on all of them, use every part of the model in each",
+    ),
     ("ddp_fp32", "twice", "more backward passes than forward passes"),
     ("ddp_fp32", "inside", "calls the model inside DDP"),
     *((config, "inside", TRAINS) for config in ("fsdp_bf16", "zero2_bf16", "zero3_bf16")),
@@ -268,7 +278,7 @@ ROWS = [
     ("ddp_bf16", "shared", TRAINS),
     ("fsdp_fp8", "shared", "Net shares blocks.0.linear.weight with another prepared model"),
     ("fsdp_bf16", "saved_by_each", TRAINS),
-    ("fsdp_bf16", "saved_by_all", "all processes write their parts of sharded tensors to"),  # as T2I-Adapter's hook
+    ("fsdp_bf16", "saved_by_all", "several processes write their parts of sharded tensors to"),  # as T2I-Adapter's hook
     ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save with sharded tensors"),
     ("zero2_bf16", "one_cycle", TRAINS),
     ("zero3_bf16", "one_cycle", TRAINS),
@@ -334,6 +344,10 @@ def test_what_plain_torch_trains_is_trained_or_refused_in_a_line(tmp_path, confi
     assert line is TRAINS or line in said, log
     assert line is TRAINS or not (run / "run.json").exists() or line in record(run)["error"]
     assert any(run.iterdir()) if run.exists() else line is not TRAINS, "a refused run leaves no empty folder"
+    if line is TRAINS:
+        saved, first = weights(run), dict(built(what).named_parameters())
+        moved = [name for name, value in saved.items() if name in first and not value.float().equal(first[name])]
+        assert len(moved) > 1 and all(value.isfinite().all() for value in saved.values()), moved
 
 
 @pytest.mark.parametrize("config", ["fsdp_fp32", pytest.param("zero3_bf16", marks=pytest.mark.slow)])

@@ -183,6 +183,9 @@ def test_a_checkpoint_by_the_name_that_the_script_has_given_it(copied, run_tool)
     for name in (named, named.name):
         code, out, err = run_tool(run, "--checkpoint", name)
         assert code == 0 and f"from {named.name}" in out, err
+    other = shutil.copytree(named, run.parent / "of-another-run")  # which may have another plan
+    code, _, err = run_tool(run, "--checkpoint", other)
+    assert code == 2 and f"has no checkpoint {other}: there are {named.name}" in err, err
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_path):
