@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -103,9 +104,11 @@ def main():
             print(which, row["versions"], flush=True)
             row["configs"], found["sets"][which] = found["sets"].get(which, row)["configs"], row
             for name in configs:
-                if name not in pinned:
-                    pinned[name] = train(sys.executable, name)
-                row["configs"][name] = value = furthest(train(python, name), pinned[name])
+                with ThreadPoolExecutor() as pool:  # both at once: a launch waits as often as it computes
+                    theirs = pool.submit(train, python, name)
+                    if name not in pinned:
+                        pinned[name] = train(sys.executable, name)
+                    row["configs"][name] = value = furthest(theirs.result(), pinned[name])
                 failed += [name] * (isinstance(value, str) or value > 0)
                 print(f"{name:32}", value, flush=True)
                 if not args.ci:

@@ -58,14 +58,17 @@ diffusion.sample = functools.partial(diffusion.sample, steps=5)  # of the images
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """Marks the tests that slow.txt names as slow and as CI's. Raises UsageError for a name that no test has."""
+    """Marks the tests that slow.txt names as slow, and those without `by hand: ` as CI's. Raises UsageError for a name
+    that no test has."""
     lines = (ROOT / "tests" / "slow.txt").read_text().splitlines()
-    names = {line for line in lines if line and not line.startswith("#")}
+    by_hand = {line.removeprefix("by hand: ") for line in lines if line.startswith("by hand: ")}
+    names = {line.removeprefix("by hand: ") for line in lines if line and not line.startswith("#")}
     ids = {item: {item.nodeid, item.nodeid.split("[")[0]} for item in items}
     for item in items:
         if ids[item] & names:
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.ci)
+            if not ids[item] & by_hand:
+                item.add_marker(pytest.mark.ci)
     files = {item.nodeid.split("::")[0] for item in items}
     unknown = {name for name in names if name.split("::")[0] in files} - set().union(*ids.values())
     if unknown and not any("::" in argument for argument in config.args):

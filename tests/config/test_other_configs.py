@@ -327,10 +327,10 @@ def test_processes_that_built_different_weights_start_with_those_of_the_first(tm
     assert "equal True" in said, said
 
 
-def as_launched_without_a_file(out, file, env):
+def as_launched_without_a_file(out, file, env, *options):
     """The output of a script in a forked process with the environment and the command line of a plain `accelerate
     launch -m faithful`, whose default file is `file`."""
-    words = ["-m", "faithful", str(SCRIPTS / "accelerates.py"), "--output_dir", str(out)]
+    words = [*options, "-m", "faithful", str(SCRIPTS / "accelerates.py"), "--output_dir", str(out)]
     with pytest.MonkeyPatch.context() as patch:
         for module in (launch, config_args):
             patch.setattr(module, "default_config_file", str(file))
@@ -344,7 +344,7 @@ def as_launched_without_a_file(out, file, env):
         door.take_its_place()
 
     env = prepare_simple_launcher_cmd_env(asked)[1] | env
-    ranks = Ranks(file, ["--output_dir", str(out)], script=words[2], env=env, before=before)
+    ranks = Ranks("single_fp32", ["--output_dir", str(out)], script=words[-3], env=env, before=before)
     assert ranks.wait() == [0], ranks.text()
     return ranks.text()
 
@@ -365,16 +365,12 @@ def test_the_default_config_of_a_fresh_home(tmp_path, how):
 
 
 def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
-    for words, variables in ((("--cpu",), {}), ((), {"ACCELERATE_USE_CPU": "true"})):
-        env = variables | {"HF_HOME": str(tmp_path / "home")}
-        path = written(tmp_path, DDP)
-        launch = (
-            ("accelerate", "launch", *words)
-            if words
-            else ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0")
-        )
-        made, _ = trained(tmp_path / f"run{len(words)}", *launch, env=env)
-        assert made["plan"]["rehearsal"] and made["plan"]["strategy"] == ("single" if words else "ddp")
+    as_launched_without_a_file(tmp_path / "one", tmp_path / "home" / "none.yaml", {}, "--cpu")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    ended(written(tmp_path, DDP), tmp_path / "two", script=SCRIPTS / "loop.py")
+    for name, strategy in (("one", "single"), ("two", "ddp")):
+        made = record(tmp_path / name)
+        assert made["status"] == "finished" and made["plan"]["rehearsal"] and made["plan"]["strategy"] == strategy
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert read_env(os.environ).use_cpu
     assert (
@@ -389,8 +385,8 @@ def test_an_option_says_what_the_file_does_not(tmp_path):
     path, options = written(tmp_path, {"distributed_type": "MULTI_GPU"}), ("--mixed_precision", "bf16")
     with pytest.raises(ValueError, match="manually pass in `--num_processes`"):
         parsed_by_accelerate(path, *options)
-    launch = ("accelerate", "launch", "--config_file", str(path), "--main_process_port", "0", *options)
-    made, _ = trained(tmp_path / "run", *launch, "--num_processes", "2")
+    ended(path, tmp_path / "run", script=SCRIPTS / "loop.py", options=(*options, "--num_processes", "2"))
+    made = record(tmp_path / "run")
     assert made["plan"]["precision"] == "bf16" and made["plan"]["num_processes"] == 2
     written(tmp_path, DDP)
     said = ended(path, tmp_path / "refused", *STEPS, name="gpt", options=options, code=2)

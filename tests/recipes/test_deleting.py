@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT, edited, launched, record
+from conftest import ROOT, edited, record, train
 from test_recipes import couples, preferred, questions, reviews
 
 from shared import args as options
@@ -109,11 +109,14 @@ def test_a_recipe_without_its_options_trains(tmp_path, recipe):
     (mine / "recipes" / f"{recipe}.py").write_text(page)
     (mine / "shared" / "args.py").write_text(base)
     small = {"gpt": lambda _: ROOT / "recipes", "bert": reviews, "embed": couples, "sft": questions, "dpo": preferred}
-    words = ["--max_steps", "1", "--output_dir", str(tmp_path / "run")]
-    if recipe in small:
-        words += ["--dataset", str(small[recipe](tmp_path)), "--sequence_length", "80"]
-    env = {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "0"}
-    done = launched(sys.executable, f"recipes/{recipe}.py", *words, cwd=mine, env=env)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    made = record(tmp_path / "run")
+    words = ("--dataset", small[recipe](tmp_path), "--sequence_length", 80) if recipe in small else ()
+
+    def as_python_finds_them(rank):
+        for name in [name for name in sys.modules if name.split(".")[0] == "shared"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(mine))
+
+    page = mine / "recipes" / f"{recipe}.py"
+    run = train("single_fp32", tmp_path / "run", "--max_steps", 1, *words, script=page, before=as_python_finds_them)
+    made = record(run)
     assert made["final"]["step"] == 1 and made["args"].keys() <= KEPT

@@ -1,7 +1,9 @@
 """Tensor parallel: layers are split, training equals that of one process, and a batch is counted once."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import math
 import os
@@ -25,7 +27,7 @@ from faithful import Refused
 from faithful.checkpoint import checkpoints
 from faithful.strategies import base, tp
 from shared import lm, vision
-from tools import export
+from tools import estimate, export
 
 TEXT = Path(textwrap.__file__)  # some text that nobody here edits
 DATA = ("--dataset", TEXT, "--sequence_length", 32, "--per_device_eval_batch_size", 48)
@@ -429,13 +431,15 @@ def test_torch_s_kernels_for_many_tensors_take_no_mixture():
 
 
 def estimated(*words):
-    return launched(sys.executable, "tools/estimate.py", "--memory", "8GB", *words)
+    """(the exit code, what is printed) of the command."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return estimate.main(["--memory", "8GB", *words]), said.getvalue()
 
 
 def assert_estimated(config, run):
     """The state that a process holds."""
-    done = estimated("--json", config, "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
-    guess, made = json.loads(done.stdout)["configs"][config], record(run)
+    _, said = estimated("--json", config, "--", "gpt", "--dataset", str(TEXT), "--sequence_length", "32")
+    guess, made = json.loads(said)["configs"][config], record(run)
     for ours, theirs in {"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"}.items():
         counted = made["evidence"]["bytes_per_parameter"][theirs] * made["evidence"]["parameters"]
         assert guess[ours] == pytest.approx(counted / made["plan"]["num_processes"], rel=0.01), ours
@@ -443,10 +447,10 @@ def assert_estimated(config, run):
 
 def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
     assert_estimated("tp_bf16", whole[0])
-    done = estimated("tp_bf16", "--", "vit")
-    assert done.returncode == 1 and "tp_bf16: VisionTransformer has no plan for tensor parallel" in done.stdout
-    done = estimated("--num_processes", "8", "tp_bf16", "--", "vit")
-    assert done.returncode == 1 and "tp 2 is for 2 processes, not 8" in done.stdout
+    code, said = estimated("tp_bf16", "--", "vit")
+    assert code == 1 and "tp_bf16: VisionTransformer has no plan for tensor parallel" in said
+    code, said = estimated("--num_processes", "8", "tp_bf16", "--", "vit")
+    assert code == 1 and "tp 2 is for 2 processes, not 8" in said
 
 
 def test_accelerate_launch_itself(whole, tmp_path):

@@ -29,6 +29,29 @@ def run(config, folder, *words, options=OPTIONS, code=0):
     return json.loads((folder / "diagnose.json").read_text()), result.stdout
 
 
+@pytest.fixture
+def in_forks(tmp_path, monkeypatch, capsys):
+    """As `run`, in forked ranks in place of `accelerate launch`."""
+    printed = []
+
+    def launch(command, **_):
+        script = command.index(str(ROOT / "tools" / "watch.py"))
+        argv = [*command[script + 1 :], "--output_dir", str(tmp_path / "ranks")]  # the last two are for their log alone
+        before = lambda rank: sys.argv.__delitem__(slice(-2, None))  # noqa: E731
+        ranks = Ranks(command[command.index("--config_file") + 1], argv, script=command[script], before=before)
+        codes = ranks.wait()
+        printed.append(ranks.text())
+        return SimpleNamespace(returncode=max(codes))
+
+    def run(config, *words, options=OPTIONS):
+        words = (config, *options, "--output", tmp_path / "out", "--", *words)
+        assert diagnose.main([str(word) for word in words]) == 0, printed
+        return json.loads((tmp_path / "out" / "diagnose.json").read_text()), capsys.readouterr().out + "".join(printed)
+
+    monkeypatch.setattr(diagnose, "subprocess", SimpleNamespace(run=launch))
+    return run
+
+
 def sides(layer, x):
     """Output and weight gradient of a layer, from the layer itself and from tools/shadow.py."""
     low = {
@@ -109,19 +132,9 @@ def test_a_layer_back_in_high_precision_steps_as_torch_would():
 @pytest.mark.parametrize(
     "name", ["single_fp8_te", "single_fp8_msamp_o1", "single_fp8_msamp_o3", "ddp_fp8", "ddp_fp8_msamp_o3"]
 )
-def test_the_same_steps_again_are_the_same(tmp_path, monkeypatch, capsys, name):
+def test_the_same_steps_again_are_the_same(in_forks, name):
     """Repeated steps give the same loss bit for bit if nothing changed, and another loss if a layer changed."""
-
-    def forked(command, **_):
-        """In place of `accelerate launch`."""
-        script = command.index(str(ROOT / "tools" / "watch.py"))
-        argv = [*command[script + 1 :], "--output_dir", str(tmp_path / "out" / "run")]
-        codes = Ranks(command[command.index("--config_file") + 1], argv, script=command[script]).wait()
-        return SimpleNamespace(returncode=max(codes))
-
-    monkeypatch.setattr(diagnose, "subprocess", SimpleNamespace(run=forked))
-    assert diagnose.main([name, *map(str, OPTIONS), "--output", str(tmp_path / "out"), "--", "vit"]) == 0
-    made, said = json.loads((tmp_path / "out" / "diagnose.json").read_text()), capsys.readouterr().out
+    made, said = in_forks(name, "vit")
     assert made["again"] == 0
     assert len(made["pairs"]) == 2 and len(made["groups"]) == (15 if name == "ddp_fp8" else 16)
     for group in (*made["groups"], "all"):  # in one pair of steps a loss may be the same by chance
@@ -142,12 +155,12 @@ def test_the_same_steps_again_are_the_same(tmp_path, monkeypatch, capsys, name):
         ("updates", "single_fp8_msamp_o2", {}, "slow", "weight updates lost"),
     ],
 )
-def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer, symptom):
+def test_a_planted_fault_is_named_first(tmp_path, in_forks, fault, config, changes, layer, symptom):
     mapping = yaml.safe_load((CONFIGS / f"{config}.yml").read_text())
     mapping["fp8_config"] |= changes
     path = tmp_path / "mine.yml"
     path.write_text(yaml.dump(mapping))
-    made, said = run(path, tmp_path / "out", "tests/scripts/faults.py", fault, options=())
+    made, said = in_forks(path, ROOT / "tests" / "scripts" / "faults.py", fault, options=())
     assert not re.search("^(record|failed|finished): ", said, re.M), "repeated steps are no run"
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == LEFT
     assert made["costs"][0]["name"] == layer and made["costs"][0]["sure"]
@@ -167,8 +180,8 @@ def test_a_planted_fault_is_named_first(tmp_path, fault, config, changes, layer,
     ],
     ids=["none", "nearest", "neighbours"],
 )
-def test_what_is_not_nvfp4s_recipe_is_named_first(tmp_path, fault, named):
-    made, _ = run("single_fp8_te_nvfp4", tmp_path / "out", "tests/scripts/faults.py", fault)
+def test_what_is_not_nvfp4s_recipe_is_named_first(in_forks, fault, named):
+    made, _ = in_forks("single_fp8_te_nvfp4", ROOT / "tests" / "scripts" / "faults.py", fault)
     assert made["answer"][0].startswith(named or ("No layer costs", "The same steps", "stem ", "middle ", "late "))
     for layer in made["layers"].values():
         share, clipped = layer["gradient_up_or_down%"], layer["input_overflows%"]
