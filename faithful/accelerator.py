@@ -151,7 +151,7 @@ class Accelerator(accelerate.Accelerator):
         args = self.strategy.real(session, args)
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         self.strategy.refuse_state(optimizers)
-        if line := dtypes.train_in_fp32(self.strategy, filter(trains, args)):
+        if line := dtypes.train_in_fp32(self.strategy, filter(trains, args), bool(optimizers)):
             self.run.put_in_fp32 = True
             self.note(line)
         if self.plan.rehearsal and any(cpu_matmul.of(model) for model in args if isinstance(model, nn.Module)):

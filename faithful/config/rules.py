@@ -37,7 +37,8 @@ def problems(settings: Settings, machine: "Machine") -> list[str]:
     if settings.restarts_in_vain:
         lines.append(IN_VAIN)
     if gpus and settings.local_processes > gpus:
-        lines.append(f"{settings.local_processes} processes on {gpus} {machine.name}: pass --num_processes {gpus}")
+        cpu = ", or set CUDA_VISIBLE_DEVICES= to rehearse on the CPU" if machine.device == "cuda" else ""
+        lines.append(f"{settings.local_processes} processes on {gpus} {machine.name}: pass --num_processes {gpus}{cpu}")
     if settings.ram_efficient and settings.fsdp.ignored_modules:
         lines.append(
             f"fsdp_ignored_modules {settings.fsdp.ignored_modules} with fsdp_cpu_ram_efficient_loading, which sends "

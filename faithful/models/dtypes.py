@@ -37,9 +37,9 @@ def names_of(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(dict.fromkeys(str(dtype)[6:] for dtype in dtypes))
 
 
-def train_in_fp32(strategy: "Strategy", models: Iterable[nn.Module]) -> str | None:
+def train_in_fp32(strategy: "Strategy", models: Iterable[nn.Module], optimized: bool) -> str | None:
     """Puts what would train in 16 bit into fp32. Returns a note of it, or None. Raises Refused if the config cannot
-    train it as it is and the launch says to keep it."""
+    train it as it is and the launch says to keep it. optimized: whether an optimizer is prepared with the models."""
     plan, models = strategy.plan, list(models)
     trained = [parameter for model in models for parameter in nn.Module.parameters(model) if parameter.requires_grad]
     if torch.float64 in dtypes_of(trained):
@@ -66,9 +66,10 @@ def train_in_fp32(strategy: "Strategy", models: Iterable[nn.Module]) -> str | No
     more = sum(map(in_fp32, parameters))
     if plan.precision == "fp32" or not strategy.fully_shards:  # FSDP2's computes with 16-bit weights
         more += sum(buffers_in_fp32(model, set(map(id, of_model))) for model, of_model in found)
+    teacher = "" if optimized else ". A model that is not trained keeps its dtype after requires_grad_(False)"
     return (
         f"{len(parameters)} trainable parameters in {before} are put into fp32, which takes {more:,} bytes more: in 16 "
-        f"bit most small steps are lost. {settings.KEEP}=1 and an fp32 config train them as they are"
+        f"bit most small steps are lost. {settings.KEEP}=1 and an fp32 config train them as they are{teacher}"
     )
 
 

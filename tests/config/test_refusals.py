@@ -178,7 +178,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     # processes and machines
     ("ddp_bf16", {"num_processes": "two"}, ANYWHERE, "num_processes is two"),
     ("ddp_bf16", {"num_processes": 0}, ANYWHERE, "num_processes is 0"),
-    ("ddp_bf16", {"num_processes": 16}, H200, "16 processes on 8 NVIDIA H200: pass --num_processes 8"),
+    ("ddp_bf16", {"num_processes": 16}, H200, "16 processes on 8 NVIDIA H200: pass --num_processes 8, or set CUDA_VISIBLE_DEVICES= to rehearse on the CPU"),
     ("ddp_bf16", {"gpu_ids": 0}, ANYWHERE, "gpu_ids must be a string"),
     ("wizard_ddp", {"gpu_ids": "0"}, ANYWHERE, "gpu_ids '0' is one device, which Accelerate refuses"),
     # precisions

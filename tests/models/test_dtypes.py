@@ -301,4 +301,17 @@ def test_a_cast_of_frozen_weights_after_prepare(tmp_path, config, code):
 def test_float64_is_refused_where_it_cannot_be(device, precision, why):
     strategy = SimpleNamespace(plan=SimpleNamespace(device=device, precision=precision))
     with pytest.raises(Refused, match=f"are in float64, {why}"):
-        dtypes.train_in_fp32(strategy, [nn.Linear(2, 2, dtype=torch.float64)])
+        dtypes.train_in_fp32(strategy, [nn.Linear(2, 2, dtype=torch.float64)], True)
+
+
+def test_a_model_without_an_optimizer_is_told_how_it_keeps_its_dtype():
+    """A teacher, for one: what is prepared with no optimizer may get its own in a later call."""
+    plan = SimpleNamespace(device="cpu", precision="bf16")
+    strategy = SimpleNamespace(plan=plan, keeps_masters=False, fully_shards=False)
+    for optimized in (True, False):
+        model = nn.Linear(2, 2, dtype=HALF)
+        said = dtypes.train_in_fp32(strategy, [model], optimized)
+        assert ("keeps its dtype after requires_grad_(False)" in said) is not optimized
+        assert model.weight.dtype == torch.float32
+    frozen = nn.Linear(2, 2, dtype=HALF).requires_grad_(False)
+    assert dtypes.train_in_fp32(strategy, [frozen], False) is None and frozen.weight.dtype == HALF
