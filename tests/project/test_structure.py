@@ -191,7 +191,7 @@ LINES = {
     "amp8": 4900,  # a weight that is plain again is refused in one line
     "tools": 7500,  # compare --budgets: tokens for the same loss, rows with options
     "shared": 2450,
-    "benchmarks": 5400,  # host.py: what a step costs the host, without a card
+    "benchmarks": 5100,
     "tests": 36950,  # what libraries, scripts and files of others do; which samples each process gets
     "recipes": 1150,  # embed.py, dpo.py
 }
