@@ -256,9 +256,10 @@ def dispatch(func, kinds, args, kwargs):
     traffic.writes(func, args, kwargs)
     given = {id(leaf.held): leaf for leaf in mine}  # an operator in place gives back what it was given
     inside = bytewise if names(func)[1] else bare
-    out = (scaled_mm if name == "_scaled_mm" else func)(
-        *(each(inside, value) for value in args), **{key: each(inside, value) for key, value in kwargs.items()}
-    )
+    with after_copies(leaves[name == "copy_" :]):  # whose first is written
+        out = (scaled_mm if name == "_scaled_mm" else func)(
+            *(each(inside, value) for value in args), **{key: each(inside, value) for key, value in kwargs.items()}
+        )
     if here and not has_fp64 and any(getattr(leaf, "dtype", None) == torch.float64 for leaf in flat([out])):
         raise Refused(f"{func}: Cannot convert a MPS Tensor to float64 dtype")
     if to_host_later:
@@ -483,7 +484,24 @@ def postpone(tensor):
     """A copy to the host that is not waited for: until the next wait it holds no values."""
     if tensor.dtype != torch.bool:
         late.append((tensor, tensor.clone()))
-        tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        hide(tensor)
+
+
+def hide(tensor):
+    tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+
+@contextlib.contextmanager
+def after_copies(leaves):
+    """The device does in order what it is asked for: of the host's memory it reads what it has copied there before."""
+    hosts = [each for each in leaves if type(each) is torch.Tensor and each.device == CPU] if late else []
+    memory = {each.untyped_storage().data_ptr() for each in hosts}
+    read = [copy for copy in late if copy[0].untyped_storage().data_ptr() in memory]
+    for tensor, values in read:
+        tensor.copy_(values)
+    yield
+    for tensor, _ in read:
+        hide(tensor)
 
 
 def arrive(copies=late):

@@ -239,10 +239,8 @@ def test_one_process_pushes_the_finished_model(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     made = [json.loads(body) for _, path, body in fake.asked if path.endswith("/repos/create")]
     assert [(each["name"], each["organization"], each["visibility"]) for each in made] == [("net", "me", "private")]
-    assert (
-        sum("/commit/" in path for _, path, _ in fake.asked) == 1
-        and f"pushed: {fake.env['HF_ENDPOINT']}" in done.stdout
-    )
+    assert sum("/commit/" in path for _, path, _ in fake.asked) == 1
+    assert f"pushed: {fake.env['HF_ENDPOINT']}" in done.stdout
     assert {*fake.files} == {"README.md", "config.json", "model.safetensors"}
     assert fake.files["model.safetensors"] == (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     assert b'timm.create_model("hf-hub:me/net"' in fake.files["README.md"]

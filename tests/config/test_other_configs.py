@@ -373,10 +373,8 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
         assert made["status"] == "finished" and made["plan"]["rehearsal"] and made["plan"]["strategy"] == strategy
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert read_env(os.environ).use_cpu
-    assert (
-        "--cpu makes Accelerate run one process, not 2"
-        in plan.one_alone(["accelerate", "launch", "--cpu", "--num_processes", "2"], read_env(os.environ))[0]
-    )
+    line = ["accelerate", "launch", "--cpu", "--num_processes", "2"]
+    assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(line, read_env(os.environ))[0]
 
 
 def test_an_option_says_what_the_file_does_not(tmp_path):

@@ -49,9 +49,8 @@ def test_the_least_that_fits_in_high_precision(monkeypatch, capsys):
     assert code == 0 and best(text) == "ddp_bf16"
     assert "./launch.sh ddp_bf16 --num_processes 8 vit --model vit_huge\n" in text
     assert "about 40.0 GB of 80.0 GB" in text and "bf16 needs no loss scaling" in text
-    assert (
-        "Nobody has measured what FP8 does to this loss: fsdp_fp8" in text and "Nobody has measured the speed" in text
-    )
+    assert "Nobody has measured what FP8 does to this loss: fsdp_fp8" in text
+    assert "Nobody has measured the speed" in text
     text, _ = advised(monkeypatch, capsys, sizes | {"ddp_bf16": 75}, "--devices", "8")
     assert best(text) == "ddp_fp32", "75 GB is tight, ddp in fp32 is not"
     text, _ = advised(monkeypatch, capsys, sizes | {"ddp_bf16": 90, "ddp_fp32": 120}, "--devices", "8")

@@ -396,10 +396,8 @@ def test_the_page_in_a_browser(full, tmp_path):
             assert [url for url in asked if not url.startswith("data:")] == [page_file.as_uri()] and said == []
             colours[scheme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
             drawn[scheme] = page.evaluate("getComputedStyle(document.querySelector('svg text')).fill")
-            assert (
-                page.locator("svg:visible").count() == PICTURES
-                and page.locator("svg").first.bounding_box()["width"] > 400
-            )
+            assert page.locator("svg:visible").count() == PICTURES
+            assert page.locator("svg").first.bounding_box()["width"] > 400
         phone = browser.new_page(viewport={"width": 390, "height": 800})
         phone.goto(page_file.as_uri())
         assert phone.evaluate("document.documentElement.scrollWidth") <= 390, "nothing sticks out"
@@ -467,10 +465,7 @@ def test_budgets_turn_losses_into_tokens(runs, tmp_path, monkeypatch):
     [(_, said)] = report.answer(made)
     assert f"tokens for the same loss {report.token_words(here)}; " in said and "bytes per parameter for 16.0" in said
     for file in ("report.md", "report.html"):
-        assert (
-            "Tokens for the baseline&#x27;s loss" in (text := (where / file).read_text())
-            or "Tokens for the base" in text
-        )
+        assert "Tokens for the base" in (where / file).read_text()
     assert "advise --memory 80GB --devices 8 --comparison" in (where / "report.md").read_text()
 
 
@@ -576,9 +571,8 @@ def test_a_script_of_ones_own(tmp_path, capsys):
     script = tmp_path / "own.py"
     script.write_text(OWN)
     where = ["--output_dir", str(tmp_path / "runs")]
-    assert (
-        compare.main(["single_fp32", "single_bf16", "--seeds", "3", *where, "--", str(script), "--luck", "{seed}"]) == 0
-    )
+    words = ["single_fp32", "single_bf16", "--seeds", "3", *where, "--", str(script), "--luck", "{seed}"]
+    assert compare.main(words) == 0
     made = json.loads((tmp_path / "runs" / "report.json").read_text())
     assert [row["config"] for row in made["rows"]] == ["single_fp32", "single_fp32, twin", "single_bf16"]
     assert made["fallback"] and made["rows"][2]["measures"][judge.TRAINING_LOSS]["pairs"] == 3

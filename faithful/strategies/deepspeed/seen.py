@@ -244,9 +244,10 @@ def released_after(
     free_data: bool = True,
 ) -> None:
     """DeepSpeed's `partition`, which frees gathered parameters. What was written into them goes into the shards before.
-    Shards in the host's memory are copied only if the parameter's version has changed, which `.data` does not do."""
+    Shards in the host's memory are copied only if the parameter's version has changed, which `.data` does not do, or is
+    not known: torch keeps a parameter of another class of tensor as it is."""
     for each in [parameter] if param_list is None else param_list:
         whole = each.ds_status.name == "AVAILABLE" and not has_been_updated
-        if whole and (each.ds_tensor.device == each.device or each._version != each.gathered_at):
+        if whole and (each.ds_tensor.device == each.device or each._version != vars(each).get("gathered_at")):
             engine.write_shards([each])
     partition(param_list, hierarchy, has_been_updated, free_data)
