@@ -428,9 +428,9 @@ class Accelerator(accelerate.Accelerator):
 
     def samples_per_step(self) -> int | None:
         first = next(filter(None, [model.first_batch for model in self.models]), None)
-        if self.record.seen["samples_per_step"] is None and first:
+        if self.record.seen["samples_per_step"] is None and first and first.asked < 3:
             samples, hashes = first.result(self.plan, self.record.note_once)
-            self.record.seen |= {"samples_per_step": samples, "first_batch": hashes} if hashes else {}
+            self.record.seen |= {"samples_per_step": samples, "first_batch": hashes} if samples else {}
         return self.record.seen["samples_per_step"]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -96,6 +97,8 @@ class Run:
 
     def finish(self) -> None:
         """Closes the record when the script calls `end_training`, while the processes can still communicate."""
+        if isinstance(sys.exception(), Exception):  # in a `finally`: the end of the process says how the run has ended
+            return
         record, steps = self.record, self.steps
         self.settle()
         self.checkpoints.wait()

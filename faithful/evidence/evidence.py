@@ -5,6 +5,7 @@ when gradients and optimizer state exist. It raises Refused if the run is not wh
 entry `evidence` of run.json, with counts over the whole model.
 """
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -255,7 +256,8 @@ class Evidence:
     def summary(self) -> str:
         """The line printed after the first step: what was counted."""
         plan, dtypes = self.plan, self.record["dtypes"]
-        group = f" {dist.get_backend()}" if dist.is_initialized() else ""
+        named = re.search(rf"\b{plan.device}:(\w+)", dist.get_backend_config() if dist.is_initialized() else "")
+        group = f" {named[1]}" if named else ""  # of init_device_mesh, too, for which get_backend() says "undefined"
         where = plan.strategy if plan.strategy == "single" else f"{plan.strategy} x{plan.num_processes}{group}"
         parts = [where + (self.strategy.how_sharded(self.model, self.record) if self.sharded else "")]
         parts += [self.backend.name] if plan.precision != "fp8" else self.fp8_summary()

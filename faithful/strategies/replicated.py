@@ -68,7 +68,8 @@ class DDP(Strategy):
             said = ", ".join(f"{norm:.6g}" for norm in norms)
             raise Refused(
                 f"the processes hold different weights, their norms are {said}: one of them alone has written into the "
-                "model after prepare(), by load_state_dict perhaps: do it in all processes, or before prepare()"
+                "model after prepare(), by load_state_dict perhaps, or the script calls the model, not what prepare() "
+                "returned: write in all processes, or before prepare(), and call what it returned"
             )
 
     def order(self, model: nn.Module) -> list[int]:

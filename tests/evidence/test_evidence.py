@@ -1,12 +1,15 @@
 """A run that is not what its config says refuses to train: each check of the evidence, against a library that does
 something else than asked."""
 
+import sys
 from collections import UserDict
 
 import pytest
 import torch
-from conftest import train
+from conftest import record, train
+from torch.distributed.device_mesh import init_device_mesh
 
+from faithful import Accelerator
 from faithful.evidence.batch import FirstBatch
 
 STEPS = ("--max_steps", 2, "--save_steps", 0, "--eval_steps", 0)
@@ -81,3 +84,32 @@ def test_samples_in_a_dict_of_another_class_are_counted():
         model(kind(ids=torch.arange(12).view(4, 3), more=[torch.ones(4)]))
         seen[kind] = first.samples, first.hashes
     assert seen[dict] == seen[UserDict] and seen[dict][0] == 4
+
+
+def adapters_alone():
+    """An adapter is prepared, the frozen model whose layers call it is not: no forward pass of it is seen."""
+    accelerator, adapter = Accelerator(project_dir=sys.argv[2]), torch.nn.Linear(4, 4)
+    adapter, optimizer = accelerator.prepare(adapter, torch.optim.SGD(adapter.parameters(), 0.1))
+    for _ in range(4):
+        accelerator.backward(torch.nn.functional.linear(torch.ones(2, 4), adapter.weight, adapter.bias).sum())
+        optimizer.step(), optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def mesh_first():
+    """Which makes a process group with no backend's name."""
+    init_device_mesh("cpu", (2,))
+    accelerator, model = Accelerator(project_dir=sys.argv[2]), torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step(), accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("config", "script", "line", "samples"),
+    [("single_fp32", adapters_alone, "single | fp32", None), ("ddp_fp32", mesh_first, "ddp x2 gloo | fp32", 4)],
+)
+def test_what_is_not_known_is_not_said(tmp_path, config, script, line, samples):
+    made = record(train(config, tmp_path / "run", script=script))
+    assert made["evidence"]["measured"].startswith(line) and made["seen"]["samples_per_step"] == samples
+    assert (made["seen"]["first_batch"] is None) == (samples is None)

@@ -168,6 +168,9 @@ CAUGHT = "from faithful.errors import Refused\ntry: raise {}\nexcept Exception: 
         ("Refused('no')", "sys.exit(1)", 1, ("failed", "no")),
         ("ValueError('no')", "exit()", 0, ("finished", None)),
         ("Refused('no')", "pass\nexit()", 0, ("finished", None)),
+        ("Refused('no')", "1 / 0", 2, ("failed", "no")),  # the handler fails itself
+        ("Refused('no')", "accelerator.end_training(); raise", 2, ("failed", "no")),
+        ("ValueError('no')", "accelerator.end_training(); raise", 1, ("failed", "ValueError: no")),
     ],
 )
 def test_a_refusal_that_a_script_catches_to_exit_is_one(end, error, exits, code, left, door):
