@@ -406,9 +406,11 @@ def as_refusal(problem: BaseException | None, run: Run | None) -> BaseException 
     if isinstance(problem, SystemExit) and isinstance(problem.__context__, Exception):  # as ema_pytorch's EMA exits
         caught = as_refusal(problem.__context__, run)
         return caught if isinstance(caught, Refused) else problem
+    if isinstance(problem, Refused):
+        return problem
     if isinstance(problem, Exception) and isinstance(problem.__context__, Refused):  # its handler has failed itself
         return problem.__context__
-    if run is None or isinstance(problem, Refused | SystemExit):
+    if run is None or isinstance(problem, SystemExit):
         return problem
     if isinstance(problem, FileNotFoundError) and working_folder_is_gone():
         return Gone()
