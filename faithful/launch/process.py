@@ -408,8 +408,10 @@ def as_refusal(problem: BaseException | None, run: Run | None) -> BaseException 
         return caught if isinstance(caught, Refused) else problem
     if isinstance(problem, Refused):
         return problem
-    if isinstance(problem, Exception) and isinstance(problem.__context__, Refused):  # its handler has failed itself
-        return problem.__context__
+    if isinstance(problem, Exception) and isinstance(caught := problem.__context__, Refused):  # neither is hidden
+        later = str(problem).partition("\n")[0]
+        caught.args = (f"{caught}; while the script handled it: {type(problem).__name__}: {later}",)
+        return caught
     if run is None or isinstance(problem, SystemExit):
         return problem
     if isinstance(problem, FileNotFoundError) and working_folder_is_gone():

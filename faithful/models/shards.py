@@ -24,8 +24,8 @@ from faithful.models.averages import like
 from faithful.tensors.names import by_mesh, tensors_of
 
 WHOLE = (
-    "on all of them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model; of an "
-    "optimizer's state, accelerator.save"
+    "on all of them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model; for "
+    "an optimizer's state, accelerator.save_state"
 )
 parts_are_meant = False  # by who calls torch.save
 copies = 0  # how often this process has written a whole tensor into a shard, which all do as often
