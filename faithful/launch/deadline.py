@@ -56,8 +56,6 @@ def watch(asks: Callable[[int], bool], newest: Callable[[], Run | None], end: Ca
     if before != -1:  # of an event loop of the script's, which stays
         signal.set_wakeup_fd(before)
         return
-    with contextlib.suppress(RuntimeError):  # the main process, which serves the store, has ended
-        launcher.processes_here()  # known before one of them is stopped
     threading.Thread(target=wait, args=(pipe, asks, newest, end), daemon=True).start()
 
 
@@ -153,7 +151,7 @@ def left() -> str:
 
 def end_the_stopped() -> None:
     """Kills the processes of this run on this machine that somebody has stopped, by SIGSTOP or in a debugger."""
-    for pid in launcher.processes_here().values():
+    for pid in launcher.processes_here.values():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):

@@ -148,6 +148,7 @@ def watch_launcher(launcher: psutil.Process) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+processes_here: dict[int, int] = {}  # {rank: process id} of this run on this machine, as `rendezvous` has seen them
 state, turn = {"orphan": False, "writing": False}, threading.Lock()
 
 
@@ -282,6 +283,11 @@ def rendezvous(timeout: datetime.timedelta) -> None:
             missing = [str(other) for other in range(world) if not store.check([f"came/{other}"])]
             raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
         time.sleep(0.05)
+    first = rank - int(os.environ["LOCAL_RANK"])
+    for other in range(first, min(world, first + int(os.environ.get("LOCAL_WORLD_SIZE", world)))):
+        pid, _, where = store.get(f"came/{other}").decode().partition(" ")
+        if where == pid_namespace():
+            processes_here[other] = int(pid)
     if by_launcher:
         # pyrefly: ignore[missing-attribute]
         rendezvous.store = store_of_our_own(store, rank, address, port, options)
@@ -301,7 +307,6 @@ def store_of_our_own(launchers: "TCPStore", rank: int, address: str, port: int, 
         host, _, serves_at = launchers.get("ours").decode().partition(" ")
         host = address if is_loopback(host) and not on_one_machine() else host
         store = dist.TCPStore(host, int(serves_at), is_master=False, **options)
-    store.set(f"came/{rank}", launchers.get(f"came/{rank}"))  # pyrefly: ignore[bad-argument-type]
     return store
 
 
@@ -401,23 +406,7 @@ def until(done: Callable[[], bool], end: float, gives_up: Callable[[], object]) 
 
 def ended_without(call: str, what: str = "") -> int:
     """How many processes of this machine have ended and have not set their key of `call`."""
-    return sum(not store().check([f"{call}/{rank}{what}"]) and has_ended(rank) for rank in ranks_here())
-
-
-def ranks_here() -> range:
-    """The ranks of this machine."""
-    import torch.distributed as dist
-
-    first = dist.get_rank() - int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-
-
-@functools.cache
-def processes_here() -> dict[int, int]:
-    """{rank: process id} of this run on this machine, where `rendezvous` has seen them."""
-    keys = {rank: key for rank in ranks_here() if store().check([key := f"came/{rank}"])} if is_distributed() else {}
-    told = {rank: store().get(key).decode().partition(" ") for rank, key in keys.items()}
-    return {rank: int(pid) for rank, (pid, _, where) in told.items() if where == pid_namespace()}
+    return sum(not store().check([f"{call}/{rank}{what}"]) and has_ended(rank) for rank in processes_here)
 
 
 def pid_namespace() -> str:
@@ -429,7 +418,7 @@ def pid_namespace() -> str:
 def has_ended(rank: int) -> bool:
     """Whether the process of this rank is known to have ended: it was on this machine, as `rendezvous` has seen."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        pid = processes_here().get(rank)
+        pid = processes_here.get(rank)
         return pid is not None and psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
 

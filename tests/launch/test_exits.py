@@ -19,7 +19,7 @@ from conftest import ROOT, STAYING, free_port, record
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from faithful.launch import deadline, process
+from faithful.launch import process
 from tools import accelerate_launch, elastic
 
 # The process that forks. It imports faithful outside the main thread, where Python allows no signal handlers.
@@ -359,17 +359,6 @@ def test_of_processes_that_end_at_once_the_killed_one_is_the_cause(monkeypatch, 
 
 def raises(error):
     raise error
-
-
-def test_the_main_process_may_end_before_another_watches_for_signals(monkeypatch):
-    """Both are refused in the second step, say; the slower one asks the store only now, which has ended."""
-    started = []
-    monkeypatch.setattr(deadline, "pipe", None)
-    monkeypatch.setattr(signal, "set_wakeup_fd", lambda *_, **__: -1)
-    monkeypatch.setattr(deadline.launcher, "processes_here", partial(raises, torch.distributed.DistNetworkError()))
-    monkeypatch.setattr(deadline.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: started.append(1)))
-    deadline.watch(None, None, None)
-    assert started
 
 
 def test_a_process_waits_at_its_end_until_gloo_sleeps(monkeypatch):

@@ -269,6 +269,7 @@ from faithful.launch import launcher
 Accelerator(project_dir=folder)
 accelerator = Accelerator(project_dir=folder)
 model = accelerator.prepare(linear())
+time.sleep(2 * accelerator.process_index)  # it asks for the first time when the main process is gone
 while accelerator.process_index and not launcher.has_ended(0):
     time.sleep(0.1)
 raise ValueError("of the script")
