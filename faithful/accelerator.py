@@ -494,7 +494,7 @@ class Accelerator(accelerate.Accelerator):
             scripts = self._save_model_state_pre_hook.values()
             weights = [self.get_state_dict(model) for model in self._models] if scripts else []
             hooks = [functools.partial(hook, self._models, weights) for hook in scripts]
-            self.checkpoints.save(state, folder, together, hooks, behind)
+            self.checkpoints.save(state, folder, together, hooks, weights, behind)
         if self.record.opened:
             self.run.write()  # a run that is killed later and resumed from here has its loss curve there
         return str(folder)

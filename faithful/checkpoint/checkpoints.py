@@ -55,7 +55,7 @@ WHOLE = AGE | RANKS | {
     "scaler": (None, {str: lambda value: type(value) is bool or readers.number(value)}),  # DeepSpeed's has flags
     "cuts": {str: lambda at: at is None or type(at) is int and at in range(64)}, "tp?": readers.count(1, MOST),
     "groups": list, "optimizers": list, "schedulers": list, "registered": list, "moments": [{str: str}],
-    "loaders": [LOADER],
+    "loaders": [LOADER], "left_out?": {str: str},
 }  # fmt: skip
 # Of a manifest. keeper: of a file that is on another machine's disk, the rank that completed the checkpoint there.
 ENTRY = {"bytes": readers.count(), "xxh3_128": str, "keeper?": readers.count(0, MOST)}

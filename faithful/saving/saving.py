@@ -5,7 +5,7 @@ checkpoints.py has the files of a checkpoint, state.py its content, weight_files
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,11 +132,14 @@ class Checkpoints:
             self.newest = save.step, save.folder.resolve()
 
     def save(
-        self, state: RunState, folder: Path, together: bool, hooks: Iterable[Callable[[str], Any]], behind: bool
-    ) -> None:
+        self, state: RunState, folder: Path, together: bool, hooks: Sequence[Callable[[str], Any]],
+        weights: list[dict[str, Any]], behind: bool,
+    ) -> None:  # fmt: skip
         """Writes `state` to `folder`. together: whether all processes do. hooks: the script's, called with the folder.
-        behind: whether training may go on meanwhile, unless it is told to stop."""
+        weights: of each model, from which a hook takes those that it has saved. behind: whether training may go on
+        meanwhile, unless it is told to stop."""
         self.wait()
+        given = list(weights)
         if not together:
             line = "the main process alone calls save_state: the others' random states are in no checkpoint"
             self.record.note_once("saves alone", line)
@@ -161,6 +164,9 @@ class Checkpoints:
                 hook(str(save.temporary))
         except (OSError, SafetensorError) as problem:
             save.error = str(problem)
+        if hooks and together:  # where one waits for the others in its hook, this says so
+            rank_sync.all_ranks_called("save_state/hooks", needed=True)
+        state.leave_out([at for at, of in enumerate(given) if all(of is not kept for kept in weights)], parts, values)
         if behind and not state.stopping and room_for_a_copy(parts):
             save.behind(host_copy(parts), values)
         else:

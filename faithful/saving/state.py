@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from faithful.checkpoint import checkpoints, tensor_keys
 from faithful.disk import names, tensor_files
 from faithful.errors import Refused
 from faithful.tensors import optimizer_states
-from faithful.tensors.names import unwrapped
+from faithful.tensors.names import fingerprint, parameters_of, unwrapped
 from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
 
@@ -102,6 +102,15 @@ class RunState:
         }
         return parts | (tensors if keeps else {}), state
 
+    def leave_out(self, numbers: list[int], parts: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Takes the frozen weights of these models out of what `state_dict` has returned, and leaves their hash: a hook
+        of the script saves what it needs of them, a LoRA say, and a run that resumes has built the same again."""
+        whole = numbers if not (self.parts_differ or self.backend.codes) else []
+        for index, model in ((index, self.models[index].model) for index in whole):
+            places = [tensor_keys.of_model(index) + tensor_keys.weight(name) for name in frozen_weights(model)]
+            if [parts.pop(place) for place in places if place in parts]:
+                state.setdefault("left_out", {})[str(index)] = fingerprint(model, frozen=True)
+
     def load(self, folder: Path, note: Callable[[str], None]) -> tuple[int, int]:
         """Restores a checkpoint that `Checkpoints.find` has verified. Every rank calls it. Returns (the number of
         processes that saved it, that of the micro-batch). note: prints and keeps a line."""
@@ -148,6 +157,14 @@ class RunState:
             if saved_by != plan.num_processes:
                 others = range(saved_by // state["replicas"])
                 saved = [checkpoints.tensors_of(folder, other, tensor_keys.of_model(index)) for other in others]
+            if wanted := state.get("left_out", {}).get(str(index)):
+                if fingerprint(prepared.model, frozen=True) != wanted:
+                    raise Refused(
+                        f"{folder} has no frozen weights, which a hook of the script left out, and those here are "
+                        "others: build the model as it was"
+                    )
+                here = {tensor_keys.weight(name): weight for name, weight in frozen_weights(prepared.model).items()}
+                saved = collections.ChainMap(cast(Any, saved), here)
             for optimizer in prepared.optimizers or [None]:
                 backend.restore(strategy, prepared.model, optimizer, saved)
             if f"order/{index}" in first:
@@ -207,6 +224,10 @@ def load_into(folder: Path, target: Any, saved: Any) -> None:
         ]:  # it takes all that it is given
             raise ValueError(f"{names.short(others[0])} is none of its values")
         target.load_state_dict(saved)
+
+
+def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.detach() for name, weight in parameters_of(model) if not weight.requires_grad}
 
 
 def extra_state(model: nn.Module) -> dict[str, Any]:

@@ -75,12 +75,13 @@ def size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def fingerprint(model: nn.Module) -> str | None:
-    """A hash of the weights and their names. Runs of one seed have the same at the start, in any config. None if this
-    process has no values of them (faithful/models/meta_init.py)."""
+def fingerprint(model: nn.Module, frozen: bool = False) -> str | None:
+    """A hash of the weights, or of the frozen ones alone, and their names. Runs of one seed have the same at the start,
+    in any config. None if this process has no values of them (faithful/models/meta_init.py)."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    wholes = ((name, p.detach()) for name, p in model.named_parameters() if p.numel())
+    taken = (each for each in model.named_parameters() if not (frozen and each[1].requires_grad))
+    wholes = ((name, p.detach()) for name, p in taken if p.numel())
     wholes = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in wholes)
     sums = [(name, torch.hash_tensor(hashable(p)).item()) for name, p in wholes]
     return sha256(repr(sums).encode()).hexdigest()

@@ -473,6 +473,7 @@ ALONE = [
     ("fsdp_bf16", "end_training"),
     ("fsdp_bf16", "no step"),
     ("fsdp_bf16", "saved elsewhere"),
+    ("ddp_bf16", "hook"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
 ]
 
@@ -501,6 +502,10 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
         print("held", flush=True)
         if other == "saved elsewhere":  # as open-muse does
             accelerator.save_state(f"{sys.argv[2]}-own")
+        if other == "hook":  # as finetrainers has it
+            hook = lambda *_: accelerator.is_main_process and accelerator.wait_for_everyone()  # noqa: E731
+            accelerator.register_save_state_pre_hook(hook)
+            accelerator.save_state()
         if accelerator.is_main_process and other == "item":
             model.weight.norm().item()
         elif accelerator.is_main_process:
@@ -516,10 +521,10 @@ def test_processes_that_wait_for_each_other_end_and_say_so(tmp_path, config, oth
     assert ranks.text().count("held") == 2
     [line] = [line for line in ranks.text().splitlines() if line.startswith("error: ")]
     assert line.startswith("error: the processes wait for each other, and none can go on: rank 0 waits in ")
-    called = {"item": "all_gather", "no step": "barrier", "saved elsewhere": "barrier"}.get(other, other)
+    called = {"item": "all_gather", "no step": "barrier", "saved elsewhere": "barrier", "hook": "save_state"}
     kept = f"saved {tmp_path}/run-own. To go on: accelerator.load_state('{tmp_path}/run-own')"
     kept = kept if other == "saved elsewhere" else "no checkpoint was saved"
-    assert f"; rank 1 waits in {called}" in line and f"{kept}; make each such call on" in line, line
+    assert f"; rank 1 waits in {called.get(other, other)}" in line and f"{kept}; make each such call on" in line, line
     assert record(tmp_path / "run")["error"] == line[7:]
 
 

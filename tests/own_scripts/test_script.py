@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import ProjectConfiguration
 from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launched, metrics, record, train
 from loop import by_accelerator, loop
+from safetensors.torch import load_file
 
 from faithful import Refused
 from faithful.checkpoint import checkpoints
@@ -337,6 +338,41 @@ def test_two_optimizers_of_one_model_count_once_and_come_back(tmp_path):
     train("single_bf16", tmp_path / "again", run / "checkpoint-8", script=script)
     log = (tmp_path / "again.log").read_text()
     assert "mine: kept" in log and "resumed from" in log and "at step 8" in log
+
+
+def on_a_base(run, takes, times=1):
+    run.model[0].requires_grad_(False).weight.data.mul_(times)
+    if takes:
+        run.accelerator.register_save_state_pre_hook(lambda _, w, folder: run.accelerator.is_main_process and w.pop())
+
+
+def resumed(run):
+    if sys.argv[3:]:
+        load_state(run)
+
+
+@pytest.mark.parametrize("config", ["single_bf16", "ddp_fp32", "fsdp_fp32"])
+def test_a_frozen_base_that_a_hook_takes_out_is_in_no_checkpoint(tmp_path, config):
+    """As of scripts that train a LoRA: it is as large as the model. A run that resumes must have built the same."""
+    out, ends = "model.safetensors", []
+    for takes in (True, False):
+        script, folder = partial(loop, prepared=resumed, saved=save_state), tmp_path / str(takes)
+        run = train(config, folder, script=partial(script, made=partial(on_a_base, takes=takes)))
+        state = next(run.glob("checkpoint-*"))
+        names = {name for file in state.glob("rank*") for name in load_file(file) if name.startswith("0:model/")}
+        assert ("0:model/0.weight" in names) == (not takes or config == "fsdp_fp32") and "0:model/2.weight" in names
+        again = train(
+            config, tmp_path / f"{takes}2", state, script=partial(script, made=partial(on_a_base, takes=takes))
+        )
+        ends.append(load_file(again / "model" / out))
+        if takes and config != "fsdp_fp32":
+            other = partial(script, made=partial(on_a_base, takes=takes, times=2))
+            train(config, tmp_path / "other", state, script=other, code=2)
+            assert (
+                "has no frozen weights, which a hook of the script left out, and"
+                in (tmp_path / "other.log").read_text()
+            )
+    assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
 
 
 def twice():
