@@ -419,7 +419,11 @@ def as_refusal(problem: BaseException | None, run: Run | None) -> BaseException 
     errors = f"{problem} {getattr(problem, '__cause__', '')}"  # the cause: why a data loader's worker was killed
     if full := re.search("shared memory.*(No space left|Cannot allocate)|out of shared memory", errors):
         return OutOfSharedMemory(full[1] or full[0])
-    return run.explain(str(problem)) or problem
+    if explained := run.explain(str(problem)):
+        frames = traceback.extract_tb(problem.__traceback__ if problem else None)
+        for at in [each for each in frames if not each.filename.startswith(deadline.OTHERS)][-1:]:
+            explained.args = (f"{explained} (at {os.path.basename(at.filename)}:{at.lineno}, {(at.line or '')[:80]})",)
+    return explained or problem
 
 
 def outcome(problem: BaseException | None, run: Run | None) -> tuple[str | None, int]:

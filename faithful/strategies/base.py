@@ -357,8 +357,8 @@ def mixes_shards(error: str) -> Refused | None:
         return None
     return Refused(
         "the script computes with sharded weights and whole tensors together, which FSDP2 does not allow: perhaps in "
-        "its optimizer, in an average of weights (EMA) of its own, or where it calls a part of the model or a method "
-        "as generate() outside the model's forward pass: use a ddp config, or zero2 if it trains by calls of such parts"
+        "its optimizer (a state loaded whole), in its own average of weights (EMA), or where it calls a part or method "
+        "of the model, as generate(), outside its forward pass: use a ddp config, or zero2 if it trains by such calls"
     )
 
 
