@@ -105,7 +105,7 @@ class RunState:
     def leave_out(self, numbers: list[int], parts: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Takes the frozen weights of these models out of what `state_dict` has returned, and leaves their hash: a hook
         of the script saves what it needs of them, a LoRA say, and a run that resumes has built the same again."""
-        whole = numbers if not (self.parts_differ or self.backend.codes) else []
+        whole = numbers if self.strategy.replicates and not self.backend.codes else []
         for index, model in ((index, self.models[index].model) for index in whole):
             places = [tensor_keys.of_model(index) + tensor_keys.weight(name) for name in frozen_weights(model)]
             if [parts.pop(place) for place in places if place in parts]:
