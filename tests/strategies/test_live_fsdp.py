@@ -288,7 +288,7 @@ def test_a_part_of_a_sharded_gradient_is_refused_in_one_line(tmp_path, name):
     train("fsdp_fp32", tmp_path / "run", script=functools.partial(writes_a_part, name), code=2)
     log = (tmp_path / "run.log").read_text()
     assert log.count("refused: ") == 1 and WRITTEN[name][1] in log and "Traceback" not in log, log[-2000:]
-    assert name != "a mask" or "(at test_live_fsdp.py:" in log  # torch's error has no line of ours: the script's is named
+    assert name != "a mask" or "(at test_live_fsdp.py:" in log  # it is torch's error: the script's line is named
 
 
 PARTS = {  # what scripts do to a part of a weight or gradient; 8 rows of 4
