@@ -136,6 +136,8 @@ class FSDP(Strategy):
 
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """A root that stays gathered, as no backward pass has followed, would miss the update."""
+        if torch._C._current_graph_task_id() >= 0:  # a hook of one, which FSDP2 calls when it has averaged
+            return
         if any(isinstance(p, gathered.Gathered) and p.grad is not None for p in model.parameters()):
             raise Refused(
                 f"FSDP2 finds no tensors in what {type(model).__name__} returns, and has averaged no gradients: return "

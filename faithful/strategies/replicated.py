@@ -89,6 +89,11 @@ class DDP(Strategy):
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Looks before the processes exchange anything else whether this one's gradients are averaged."""
         if isinstance(model, DistributedDataParallel):
+            if torch._C._current_graph_task_id() >= 0:
+                raise Refused(
+                    "an optimizer steps in a hook of a backward pass, before DDP has averaged gradients: step after "
+                    "backward, or use an fsdp config"
+                )
             model._check_reducer_finalized()
 
     def explain(self, error: str) -> Refused | None:

@@ -32,7 +32,10 @@ WARMUP_STEPS = 3  # not timed: they allocate, compile and count
 SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a different order
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
 EXACT = 1 << 24  # integers below it are exact in fp32
-APART = "LocalSGD, a step inside no_sync, or gradients that the script sets by hand: leave that out"
+APART = (
+    "LocalSGD, a step inside no_sync or in a hook of backward, gradients set by hand, or a cast of the model and back: "
+    "leave that out"
+)
 NO_BACKWARD = (
     "it steps without accelerator.backward, and torch.autograd.grad, or gradients set by hand, are this process's own: "
     "average them, gradient = accelerator.reduce(gradient, 'mean')"

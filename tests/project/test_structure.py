@@ -185,7 +185,7 @@ LINES = {
     "faithful/models": 1050,  # torch.save of shards, to one file, too; hooks that a copy of a model does not have
     "faithful/saving": 1100,  # puts whole weights together for every strategy; what a module adds to its state_dict
     "faithful/scripts": 200,  # a Trainer's resume under tp; saves of the main process alone, named early
-    "faithful/strategies": 3400,  # right words for what libraries of others do; an optimizer whose parameters are a set
+    "faithful/strategies": 3450,  # right words for what libraries of others do; optimizers that step in a backward pass
     "faithful/tensors": 400,  # states of optimizers of others
     "faithful/training": 1000,  # whether processes draw the same random numbers; which samples loaders give to them
     "amp8": 4900,  # a weight that is plain again is refused in one line

@@ -149,7 +149,14 @@ def script(what):
         others[0].blocks = model.blocks
         others[0].requires_grad_(False)
     optimizers = [optimizer, torch.optim.SGD(model.head.parameters())] if what == "optimizers" else [optimizer]
-    model, optimizer, *_ = accelerator.prepare(model, *optimizers, *others)
+    if what == "in_backward":  # as sd-scripts' fused groups
+        alone = model.blocks[0].linear.weight
+        optimizers = [torch.optim.SGD(part, lr=0.1) for part in ([p for p in trained if p is not alone], [alone])]
+    model, optimizer, *more = accelerator.prepare(model, *optimizers, *others)
+    if what == "in_backward":
+        alone = accelerator.unwrap_model(model).blocks[0].linear.weight
+        alone.register_post_accumulate_grad_hook(lambda _: more[0].step())
+        alone.register_post_accumulate_grad_hook(lambda _: more[0].zero_grad())
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
     if what == "loaded" and accelerator.is_main_process:
@@ -306,6 +313,8 @@ ROWS = [
     ("fsdp_bf16", "criterion", TRAINS),
     ("fsdp_fp8_msamp_o2", "criterion", TRAINS),
     *((config, "criterion", TRAINS) for config in ("zero2_bf16", "zero3_bf16")),
+    ("ddp_fp32", "in_backward", "an optimizer steps in a hook of a backward pass, before DDP has averaged"),
+    *((config, "in_backward", TRAINS) for config in ("single_bf16", "fsdp_bf16")),
     ("zero2_bf16", "optimizers", "under zero2 one optimizer updates the model, the script prepares 2"),
     ("ddp_bf16", "wrapper", TRAINS),
     ("zero2_bf16", "wrapper", TRAINS),
