@@ -187,7 +187,7 @@ class Accelerator(accelerate.Accelerator):
                 self.run.evidence = self.freed + [evidence.record for evidence in self.evidence]
         process.watch_others(ending.newest)
         first = next((model for model in self.models if model.evidence), None)
-        if first and self.record.seen["samples_per_step"] is None and not any(m.first_batch for m in self.models):
+        if first and not any(m.first_batch for m in self.models):
             first.first_batch = FirstBatch(first.model)
         self.validated = False
         return prepared if len(args) > 1 else prepared[0]
@@ -331,6 +331,7 @@ class Accelerator(accelerate.Accelerator):
         self.never_accumulates = False
         self.stop_if_agreed()
         first = next(iter(self.evidence), None)
+        models = tuple(each for given in models for each in (given if isinstance(given, list | tuple) else [given]))
         with super().accumulate(*models), self.communication.counted(first, self.gradient_state):
             yield
         before, self.computed = self.computed, (self.forward_passes.count, self.backward_passes)
@@ -428,9 +429,11 @@ class Accelerator(accelerate.Accelerator):
 
     def samples_per_step(self) -> int | None:
         first = next(filter(None, [model.first_batch for model in self.models]), None)
-        if self.record.seen["samples_per_step"] is None and first and first.asked < 3:
+        if first and first.asked < 3:
             samples, hashes = first.result(self.plan, self.record.note_once)
-            self.record.seen |= {"samples_per_step": samples, "first_batch": hashes} if samples else {}
+            if samples:
+                self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
+                first.asked = 3
         return self.record.seen["samples_per_step"]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

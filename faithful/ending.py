@@ -27,6 +27,8 @@ from faithful.saving.saving import Checkpoints
 from faithful.strategies.base import Strategy
 from faithful.training.steps import Steps
 
+NO_STEPS = "no prepared optimizer has updated a prepared model: steps were neither checked nor counted"
+
 
 class Run:
     """What the end of an Accelerator's run needs. It stays where the script drops the Accelerator, so it holds no
@@ -140,9 +142,8 @@ class Run:
             self.complete()
             unseen = not (self.closed or any(run.record.opened for run in made))
             if record.main and not code and self is newest() and unseen:
-                by_hand = "no prepared optimizer has updated a prepared model: steps were neither checked nor counted"
                 none = "the script has prepared no model, so nothing has run as its config says"
-                print(f"note: {by_hand if any(run.prepared for run in made) else none}", flush=True)
+                print(f"note: {NO_STEPS if any(run.prepared for run in made) else none}", flush=True)
         none_to_write = code == 2 or (record.folder / "run.json").exists()  # refused, or the record of another run
         if not self.closed and error is None and record.opened:
             self.closed = True
@@ -171,6 +172,8 @@ class Run:
             self.record.write(self.steps, self.evidence, self.peak or self.memory.peak(), finished)
 
     def write_last(self) -> None:
+        if self.record.status == "finished" and self.prepared and not (self.steps.checked or self.steps.tried):
+            self.record.note_once("no steps", NO_STEPS)
         self.write(now())
         if self.record.main:
             self.write_cards()

@@ -175,7 +175,7 @@ def test_rooms_are_small_and_say_what_they_hold():
 
 # {room: lines that its Python files may have}. A number may only go down, or up with the reason beside it.
 LINES = {
-    "faithful/*.py": 1750,  # groups of processes that share a batch
+    "faithful/*.py": 1800,  # groups of processes that share a batch; a run whose optimizer makes no step is told
     "faithful/backends": 1550,  # FP8 of split layers
     "faithful/checkpoint": 1100,  # cuts of two dimensions
     "faithful/config": 1850,  # rules of zero3_sp

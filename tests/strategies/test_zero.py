@@ -352,7 +352,7 @@ def with_optimizer(make, closure=None, hook=False, *options):
     ("script", "says"),
     [
         (functools.partial(with_optimizer, own.Lars), "Lars is not known to update each element by itself"),
-        (functools.partial(with_optimizer, own.ScheduleFree), "ScheduleFree is not known to update each element"),
+        (functools.partial(with_optimizer, own.ScheduleFree), "ScheduleFree.eval() writes into the whole ones"),
         (functools.partial(with_optimizer, torch.optim.LBFGS), "LBFGS is not known to update each element by itself"),
         (functools.partial(with_optimizer, torch.optim.AdamW, hook=True), "which a hook of AdamW's step would see"),
         (functools.partial(with_optimizer, torch.optim.AdamW, sum), "DeepSpeed calls no closure of optimizer.step"),

@@ -615,6 +615,7 @@ def test_frozen_parameters_may_be_in_16_bit(tmp_path, config):
 
 @pytest.mark.parametrize("config", ["ddp_bf16", "fsdp_bf16", "single_fp8", "single_fp8_msamp_o2", "zero2_bf16"])
 def test_after_free_memory_the_run_goes_on_and_old_models_are_gone(tmp_path, config):
+    """The next training may accumulate over other steps."""
     run(tmp_path, """
 import gc, time, weakref
 from faithful.launch import rank_sync
@@ -624,10 +625,12 @@ for fold in range(3):
     model = torch.nn.Sequential(linear(), linear(), linear())
     old.append(weakref.ref(model))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
-    for number in range(2):
-        accelerator.backward(model(torch.randn(4, 16)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    accelerator.gradient_accumulation_steps = fold + 1
+    for number in range(2 * fold + 2):
+        with accelerator.accumulate([model]):  # as some scripts have it
+            accelerator.backward(model(torch.randn(4, 16)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
     assert accelerator.steps.taken == 2 * fold + 2
     saved = accelerator.save_state()
     accelerator.load_state(saved)
@@ -641,6 +644,7 @@ accelerator.end_training()
     made = record(tmp_path / "run")
     assert made["status"] == "finished" and len(made["evidence_of_other_models"]) == 2
     assert made["evidence"]["optimizer_owns_all"] and len(made["seen"]["loss_curve"]) > 1
+    assert made["seen"]["samples_per_step"] == 12 * made["plan"]["num_processes"]
 
 
 TRAININGS = """

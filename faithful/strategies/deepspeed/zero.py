@@ -7,6 +7,7 @@ stage  partitioned                              parameters
 """
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -92,6 +93,7 @@ class ZeRO(GradientsElsewhere, Strategy):
         self.exchanges_in_passes = plan.strategy != "zero1"
         self._in_backward = self._passed_outside = False  # in accelerator.backward; outside it
         self._engine: weakref.ref[DeepSpeedEngine] | None = None  # what is prepared
+        self._config: dict[str, Any] = {}  # DeepSpeed's, before Accelerate fills its `auto` values for a model
         self._splits_weights = plan.strategy.startswith("zero3")  # with Ulysses, too
         self.sharded_kinds = ("master", "optimizer", "gradient") + (("weight",) if self._splits_weights else ())
 
@@ -116,6 +118,7 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def real(self, session: Session, args: tuple[Any, ...]) -> tuple[Any, ...]:
         fresh = fresh_of(args)
+        self._config = self._config or copy.deepcopy(plugin().deepspeed_config)
         optimizers = sum(isinstance(each, torch.optim.Optimizer) for each in args)
         if not fresh and self.engine is None and optimizers:
             self.need_both(None)
@@ -287,7 +290,11 @@ class ZeRO(GradientsElsewhere, Strategy):
         return [id(parameter) in held.reached for parameter in held.parameters]
 
     def free(self) -> None:
+        """The model that is prepared next may have other batches, or accumulate over another number of them."""
         self._engine = None
+        if self._config:
+            plugin().deepspeed_config.clear()
+            plugin().deepspeed_config.update(copy.deepcopy(self._config))
 
     def dropped(self, models: list[nn.Module]) -> None:
         """Lets go of the engine, but not of stage 3's, without which the model could not be evaluated any more."""
@@ -454,6 +461,8 @@ def refuse_optimizers_of_matrices(plan: "Plan", optimizer: torch.optim.Optimizer
     flat = f"under {plan.strategy} each process updates a flat part of the weights"
     if any(vars(optimizer).get(hooks) for hooks in STEP_HOOKS):
         raise Refused(f"{flat}, which a hook of {name}'s step would see: use a ddp or fsdp config")
+    if hasattr(type(optimizer), "eval"):  # those of schedulefree: DeepSpeed would not take over what it writes
+        raise Refused(f"{flat}, and {name}.eval() writes into the whole ones: use a ddp or fsdp config")
     if type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS or guard.updates_elements(optimizer):
         return
     if file_of_deepspeed().get("zero_allow_untested_optimizer") is not True:
