@@ -136,10 +136,9 @@ class Checkpoints:
         weights: list[dict[str, Any]], behind: bool,
     ) -> None:  # fmt: skip
         """Writes `state` to `folder`. together: whether all processes do. hooks: the script's, called with the folder.
-        weights: of each model, from which a hook takes those that it has saved. behind: whether training may go on
-        meanwhile, unless it is told to stop."""
+        weights: of each model, which a hook may take out. behind: whether training goes on, unless told to stop."""
         self.wait()
-        given = list(weights)
+        given = list(weights) if len(weights) == len(state.models) else []
         if not together:
             line = "the main process alone calls save_state: the others' random states are in no checkpoint"
             self.record.note_once("saves alone", line)

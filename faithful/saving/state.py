@@ -108,8 +108,10 @@ class RunState:
         whole = numbers if self.strategy.replicates and not self.backend.codes else []
         for index, model in ((index, self.models[index].model) for index in whole):
             places = [tensor_keys.of_model(index) + tensor_keys.weight(name) for name in frozen_weights(model)]
-            if [parts.pop(place) for place in places if place in parts]:
-                state.setdefault("left_out", {})[str(index)] = fingerprint(model, frozen=True)
+            if {*places} & parts.keys() and (hashed := fingerprint(model, frozen=True)):
+                state.setdefault("left_out", {})[str(index)] = hashed
+                for place in places:
+                    parts.pop(place, None)
 
     def load(self, folder: Path, note: Callable[[str], None]) -> tuple[int, int]:
         """Restores a checkpoint that `Checkpoints.find` has verified. Every rank calls it. Returns (the number of
@@ -160,8 +162,7 @@ class RunState:
             if wanted := state.get("left_out", {}).get(str(index)):
                 if fingerprint(prepared.model, frozen=True) != wanted:
                     raise Refused(
-                        f"{folder} has no frozen weights, which a hook of the script left out, and those here are "
-                        "others: build the model as it was"
+                        f"{folder} lacks frozen weights, which a hook left out, and here are others: build the same"
                     )
                 here = {tensor_keys.weight(name): weight for name, weight in frozen_weights(prepared.model).items()}
                 saved = collections.ChainMap(cast(Any, saved), here)

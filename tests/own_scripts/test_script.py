@@ -369,7 +369,7 @@ def test_a_frozen_base_that_a_hook_takes_out_is_in_no_checkpoint(tmp_path, confi
             other = partial(script, made=partial(on_a_base, takes=takes, times=2))
             train(config, tmp_path / "other", state, script=other, code=2)
             assert (
-                "has no frozen weights, which a hook of the script left out, and"
+                "lacks frozen weights, which a hook left out, and here are others"
                 in (tmp_path / "other.log").read_text()
             )
     assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
