@@ -431,9 +431,7 @@ class Accelerator(accelerate.Accelerator):
         first = next(filter(None, [model.first_batch for model in self.models]), None)
         if first and first.asked < 3:
             samples, hashes = first.result(self.plan, self.record.note_once)
-            if samples:
-                self.record.seen |= {"samples_per_step": samples, "first_batch": hashes}
-                first.asked = 3
+            self.record.seen |= {"samples_per_step": samples, "first_batch": hashes} if samples else {}
         return self.record.seen["samples_per_step"]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

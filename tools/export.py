@@ -146,17 +146,16 @@ def has_part(path: Path) -> bool:
 def plain_tensors(files: list[Path]) -> Loads:
     """{name: function that returns the CPU tensor} of the unconverted model, so that it can be written tensor by
     tensor. files: all files of one source, in order of rank."""
-    parts = [part_of(path) for path in files]
+    parts, folder = [part_of(path) for path in files], files[0].parent
+    cuts = checkpoints.cuts_of(folder) if (folder / checkpoints.STATE).is_file() else ({}, 1)
     if "all/level" in parts[0]:
         tensors = from_levels(parts)
     elif any(tensor_keys.kind(name) == tensor_keys.WEIGHT for name in parts[0]):
-        folder = files[0].parent
-        cuts = checkpoints.cuts_of(folder) if (folder / checkpoints.STATE).is_file() else ({}, 1)
         tensors = from_checkpoint(parts, *cuts)
     else:
         tensors = {name: partial(part.__getitem__, name) for part in parts for name in part}
     return {
-        timm_name(name): partial(as_fp32, tensor, files[0].parent, name)
+        timm_name(name): partial(as_fp32, tensor, folder, name)
         for name, tensor in tensors.items()
         # without the scales and histories of FP8 layers; without rotary frequencies, which transformers computes itself
         if ".fp8_" not in f".{name}" and not name.endswith(("_extra_state", "inv_freq"))

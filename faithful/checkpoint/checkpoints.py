@@ -545,9 +545,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def cuts_of(folder: Path) -> tuple[dict[str, int | None], int]:
     """({name: dimension along which tensor parallel has split it, or None}, by how many processes) in a checkpoint's
-    state. Raises Refused."""
+    state. Raises Refused, also of one that has not all weights."""
     try:
-        state = state_of(folder, {key: WHOLE[key] for key in ("cuts", "tp?")})
+        state = state_of(folder, {key: WHOLE[key] for key in ("cuts", "tp?", "left_out?")})
+        if state.get("left_out"):
+            raise Refused(f"{folder} has no frozen weights, a hook of the script left them out: use what it saved")
         return state["cuts"], state.get("tp", 1)
     except DAMAGE as error:
         raise Refused(f"{error}: take another checkpoint") from None

@@ -29,14 +29,14 @@ class FirstBatch:
         self.hashes += sum_of_sample_hashes([tensor for tensor in tensors if len(tensor) == samples])
 
     def result(self, plan: Plan, note: Callable[[str, str], None]) -> tuple[int, str]:
-        """(samples per optimizer step, one hash of them all), over all processes. Every process must call it. Raises
-        Refused if the processes that share each layer have not computed the same batch. note: prints and keeps a line,
-        if the others have computed the same, too. (0, ""): ask again, no process has computed any."""
+        """(samples per optimizer step, one hash of them all) over all processes, which all call it; (0, ""): ask again.
+        Raises Refused if processes that share each layer have computed different batches. note: prints a line."""
         told = gather_object([(self.samples, self.hashes)])
         self.asked += 1
         if self.asked < 3 and not any(samples for samples, _ in told):  # a GAN's other model takes the first step
             return 0, ""
         self.hook.remove()
+        self.asked = 3
         seen = told[:: plan.group_size]  # a group computes one batch
         if plan.sp_size == 1 and told != [first for first in seen for _ in range(plan.tp_size)]:
             raise Refused(

@@ -162,7 +162,7 @@ class RunState:
             if wanted := state.get("left_out", {}).get(str(index)):
                 if fingerprint(prepared.model, frozen=True) != wanted:
                     raise Refused(
-                        f"{folder} lacks frozen weights, which a hook left out, and here are others: build the same"
+                        f"{folder} has no frozen weights (a hook left them out), and this model has others: load those"
                     )
                 here = {tensor_keys.weight(name): weight for name, weight in frozen_weights(prepared.model).items()}
                 saved = collections.ChainMap(cast(Any, saved), here)

@@ -136,7 +136,7 @@ class FSDP(Strategy):
 
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """A root that stays gathered, as no backward pass has followed, would miss the update."""
-        if torch._C._current_graph_task_id() >= 0:  # a hook of one, which FSDP2 calls when it has averaged
+        if torch._C._current_graph_task_id() >= 0:  # in a hook of one, which FSDP2 calls with averaged gradients
             return
         if any(isinstance(p, gathered.Gathered) and p.grad is not None for p in model.parameters()):
             raise Refused(

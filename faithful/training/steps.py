@@ -33,8 +33,8 @@ SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a diff
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
 EXACT = 1 << 24  # integers below it are exact in fp32
 APART = (
-    "LocalSGD, a step inside no_sync or in a hook of backward, gradients set by hand, or a cast of the model and back: "
-    "leave that out"
+    "LocalSGD, a step inside no_sync or in a hook of backward, gradients set by hand, or a cast of the model to "
+    "another dtype and back: leave that out"
 )
 NO_BACKWARD = (
     "it steps without accelerator.backward, and torch.autograd.grad, or gradients set by hand, are this process's own: "

@@ -256,9 +256,8 @@ def test_the_same_seed_is_the_same_run_and_another_is_not(quick, tmp_path):
 def prepares(model):
     accelerator = Accelerator(project_dir=sys.argv[2])
     if model:
-        accelerator.prepare(nn.Linear(2, 2))(
-            torch.ones(1, 2)
-        ).sum().backward()  # and steps by an optimizer of its own, as fastai's Learner
+        loss = accelerator.prepare(nn.Linear(2, 2))(torch.ones(1, 2)).sum()
+        loss.backward()  # and steps by an optimizer of its own, as fastai's Learner
     if model == "saved":
         accelerator.save_state()
     accelerator.end_training()

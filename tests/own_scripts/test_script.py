@@ -20,7 +20,7 @@ from faithful import Refused
 from faithful.checkpoint import checkpoints
 from faithful.saving import state
 from faithful.tensors import serialization
-from tools import show
+from tools import export, show
 
 
 def load_state(run):
@@ -361,17 +361,14 @@ def test_a_frozen_base_that_a_hook_takes_out_is_in_no_checkpoint(tmp_path, confi
         state = next(run.glob("checkpoint-*"))
         names = {name for file in state.glob("rank*") for name in load_file(file) if name.startswith("0:model/")}
         assert ("0:model/0.weight" in names) == (not takes or config == "fsdp_fp32") and "0:model/2.weight" in names
-        again = train(
-            config, tmp_path / f"{takes}2", state, script=partial(script, made=partial(on_a_base, takes=takes))
-        )
+        same, other = (partial(script, made=partial(on_a_base, takes=takes, times=times)) for times in (1, 2))
+        again = train(config, tmp_path / f"{takes}2", state, script=same)
         ends.append(load_file(again / "model" / out))
         if takes and config != "fsdp_fp32":
-            other = partial(script, made=partial(on_a_base, takes=takes, times=2))
             train(config, tmp_path / "other", state, script=other, code=2)
-            assert (
-                "lacks frozen weights, which a hook left out, and here are others"
-                in (tmp_path / "other.log").read_text()
-            )
+            assert "has no frozen weights (a hook left them out), and" in (tmp_path / "other.log").read_text()
+            with pytest.raises(Refused, match="has no frozen weights, a hook of the script left them out"):
+                export.export(run, tmp_path / "out.safetensors", int(state.name.removeprefix("checkpoint-")))
     assert ends[0].keys() == ends[1].keys() and all(ends[0][name].equal(ends[1][name]) for name in ends[0])
 
 
