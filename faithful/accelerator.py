@@ -301,8 +301,8 @@ class Accelerator(accelerate.Accelerator):
         refuse_untrained(self.strategy, self.models, self._optimizers)
         for evidence in self.evidence:
             evidence.record["optimizer_owns_all"] = not evidence.left_out()
-        for line in notes(self.models, self._schedulers):
-            self.note(line)
+        for line in notes(self.models, self._schedulers):  # again after each prepare
+            self.record.note_once(line, line)
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
             return
@@ -351,7 +351,8 @@ class Accelerator(accelerate.Accelerator):
         self.norms.clear()
         # Under DeepSpeed the Trainer divides the loss itself, and tells the engine so by `scale_wrt_gas`.
         self.steps.backward(loss, self.gradient_accumulation_steps > 1 and kwargs.get("scale_wrt_gas", True))
-        super().backward(loss, **kwargs)
+        with self.strategy.in_backward([] if self.steps.tried else [model.model for model in self.models]):
+            super().backward(loss, **kwargs)
         for evidence in self.evidence:
             self.backend.after_backward(evidence.model)
 

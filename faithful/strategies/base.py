@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -269,6 +270,10 @@ class Strategy:
 
     def refuse_apart(self, model: nn.Module) -> None:
         """Raises Refused if processes that each hold the whole model hold different ones. Every process calls it."""
+
+    def in_backward(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        """Around the backward passes before the first update. Raises Refused if gradients are used too early."""
+        return nullcontext()
 
     def order(self, model: nn.Module) -> list[int]:
         """Numbers of the parameters in the order in which their gradients are summed, where it is not fixed."""

@@ -1,6 +1,8 @@
 """One device, and DDP: every process holds the whole model."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     from accelerate.utils import GradScalerKwargs
 
 SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may compute in a different order
+EARLY = (
+    "an optimizer steps in a hook of a backward pass, before DDP has averaged gradients: step after backward, or use "
+    "an fsdp config"
+)
 
 
 class SingleDevice(Strategy):
@@ -72,6 +78,16 @@ class DDP(Strategy):
                 "returned: write in all processes, or before prepare(), and call what it returned"
             )
 
+    @contextmanager
+    def in_backward(self, models: list[nn.Module]) -> Iterator[None]:
+        """Looks at the weights, as an optimizer need not be prepared to step in a hook."""
+        averaged = [parameter for model in models if isinstance(model, DistributedDataParallel)
+                    for parameter in model.parameters()]  # fmt: skip
+        before = [parameter._version for parameter in averaged]
+        yield
+        if before != [parameter._version for parameter in averaged]:
+            raise Refused(EARLY)
+
     def order(self, model: nn.Module) -> list[int]:
         if not isinstance(model, DistributedDataParallel):
             return []
@@ -90,10 +106,7 @@ class DDP(Strategy):
         """Looks before the processes exchange anything else whether this one's gradients are averaged."""
         if isinstance(model, DistributedDataParallel):
             if torch._C._current_graph_task_id() >= 0:
-                raise Refused(
-                    "an optimizer steps in a hook of a backward pass, before DDP has averaged gradients: step after "
-                    "backward, or use an fsdp config"
-                )
+                raise Refused(EARLY)
             model._check_reducer_finalized()
 
     def explain(self, error: str) -> Refused | None:

@@ -279,6 +279,7 @@ def all_habits_at_once():
         accelerator.log({"loss": loss.item()}, step=cursor.at)
         if cursor.at == 4 and not again:
             accelerator.save_state(f"{out}/checkpoint-4")
+            accelerator.prepare(torch.utils.data.DataLoader(x))  # a second prepare says no note again
         if cursor.at == 6 and accelerator.process_index == accelerator.num_processes - 1:
             accelerator.set_trigger()
         if accelerator.check_trigger():

@@ -157,6 +157,11 @@ def script(what):
         alone = accelerator.unwrap_model(model).blocks[0].linear.weight
         alone.register_post_accumulate_grad_hook(lambda _: more[0].step())
         alone.register_post_accumulate_grad_hook(lambda _: more[0].zero_grad())
+    if what == "own_in_backward":  # as torch's tutorial and sd-scripts' --fused_backward_pass: of no use to prepare()
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            own = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+            parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.zero_grad())
     if what == "seeds":
         assert torch.equal(model.head.weight.full_tensor(), gather_object([first])[0]), "every group of HSDP's"
     if what == "loaded" and accelerator.is_main_process:
@@ -192,6 +197,8 @@ def script(what):
                 parameter.grad = gradient
         else:
             accelerator.backward(loss, retain_graph=what == "twice")
+        if what == "own_in_backward":
+            continue
         if what == "twice":
             accelerator.backward(loss)
         optimizer.step()
@@ -313,8 +320,11 @@ ROWS = [
     ("fsdp_bf16", "criterion", TRAINS),
     ("fsdp_fp8_msamp_o2", "criterion", TRAINS),
     *((config, "criterion", TRAINS) for config in ("zero2_bf16", "zero3_bf16")),
-    ("ddp_fp32", "in_backward", "an optimizer steps in a hook of a backward pass, before DDP has averaged"),
-    *((config, "in_backward", TRAINS) for config in ("single_bf16", "fsdp_bf16")),
+    *(
+        ("ddp_fp32", what, "an optimizer steps in a hook of a backward pass, before DDP has averaged")
+        for what in ("in_backward", "own_in_backward")
+    ),
+    *((config, what, TRAINS) for config in ("single_bf16", "fsdp_bf16") for what in ("in_backward", "own_in_backward")),
     ("zero2_bf16", "optimizers", "under zero2 one optimizer updates the model, the script prepares 2"),
     ("ddp_bf16", "wrapper", TRAINS),
     ("zero2_bf16", "wrapper", TRAINS),
