@@ -87,24 +87,6 @@ def ratios(found):
     return f"{found['wall']['median']:.2f} ({low:.2f} to {high:.2f}), CPU {cpu:.2f}, fastest {fastest:.2f}"
 
 
-def step_times(figures):
-    """Published ratios of step times beside estimated ones."""
-    rows = []
-    for row in figures["rows"]:
-        off = "" if row["within"] else f"off by {abs(row['estimated_ratio'] - row['published_ratio']):.2f}"
-        misses = ", ".join(filter(None, ["" if row["sign"] else "wrong side of 1", off]))
-        ratios = [f"{row[key]:.2f}" for key in ("published_ratio", "estimated_ratio")]
-        rows.append([f"[{row['what']}]({row['source']})", row["baseline"], *ratios, misses])
-    signs, within = (sum(row[key] for row in figures["rows"]) for key in ("sign", "within"))
-    times = [row["estimated"][0] / row["published"][0] for row in figures["rows"] if row["training"]]
-    text = f"{came_from(figures)}; time of a step over that of the same training in the second column. Of {len(rows)} "
-    text += (
-        f"ratios {signs} are on the right side of 1, {within} within {figures['within']:.2f}. Estimated steps of whole "
-    )
-    text += f"trainings take {min(times):.2f} to {max(times):.2f} of the published time."
-    return f"{text}\n\n{report.table(['published training', 'over', 'published', 'estimated', 'miss'], rows)}"
-
-
 def card(figures):
     """How far the losses of a rehearsal are from those of the card, the largest first."""
     there, found = figures["card"], figures["configs"]
@@ -261,7 +243,6 @@ TABLES = {
     "results/install.json": installs,
     "results/kills_saving.json": kills,
     "results/stuck.json": stuck,
-    "results/step_time.json": step_times,
     "results/card.json": card,
     "results/versions.json": versions,
     "results/host.json": host,

@@ -1,16 +1,16 @@
-"""What each strategy and backend costs: the memory of a process, what it sends in a step, and what casts take.
+"""What each strategy and backend costs: the memory of a process, and what it sends in a step.
 
 A class answers for one strategy or backend; STRATEGIES and BACKENDS name it. One that is not named there costs what a
-copy of the model in each process and high precision cost. estimate.py and step_time.py add up what these say.
+copy of the model in each process and high precision cost. estimate.py adds up what these say.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from faithful.config.fp8 import MX
 from faithful.config.settings import Settings
 from faithful.config.strategies import BUCKET
 
+GRADIENT = 4  # bytes of one that is sent
 LIVE = 1_000_000_000  # elements that DeepSpeed's stage 3 keeps gathered if they are soon used again, its default
 
 
@@ -52,25 +52,6 @@ class Memory:
     sent_early: float = 0  # the share of FP8 gradients that is sent to its owners while the backward pass goes on
 
 
-@dataclass(frozen=True)
-class LinearCost:
-    """What a Linear layer costs a GPU in a step beside its three products, in step_time.py. The first four are
-    the bytes that casts, amaxes and transposed copies read and write for each element of a tensor, counted by hand in
-    the code of each backend."""
-
-    input: float = 0
-    output_gradient: float = 0
-    weight: float = 0
-    weight_gradient: float = 0
-    strided: int = 0  # transposed copies of input, output gradient and weight by torch's own kernel, which is slow
-    kernels: tuple[int, int] = (1, 2)  # in forward and backward, those of the products, too
-    host: float = 0  # seconds of Python beside the launches of kernels
-    shares_casts: bool = False  # whether layers that have the same input cast it once
-    speed: float = 1  # of FP8 products, relative to those with one scale for each tensor
-    fp8_forward: bool = True  # whether this product is in FP8, too
-    fp8_weight_gradient: bool = True  # and this one
-
-
 class StrategyCost:
     """The costs of a strategy that copies the model to each process."""
 
@@ -79,7 +60,6 @@ class StrategyCost:
     keeps_fp32 = False  # whether weights and state are fp32, whatever dtype the model has
     splits_layers = False  # whether each process computes a part of each layer
     one_model = False  # whether a second model is refused, also one that is not trained
-    hidden_behind = 0.0  # the part of forward and backward during which it can send
 
     def __init__(self, rank: float) -> None:
         self.rank = rank
@@ -93,29 +73,24 @@ class StrategyCost:
         gradients = model.gradients + model.fp8_gradients
         return Memory(model.weights + model.frozen, gradients, model.master, model.optimizer)
 
-    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        """Bytes that each of N processes sends in one step, or None if no rule covers it. weight, gradient: bytes of a
-        gathered weight, 0 for one in the dtype of products, and of a gradient.
-
+    def bytes_sent(self, settings: Settings, parameters: float) -> float | None:
+        """Bytes that each of N processes sends in one step, or None if no rule covers it.
         A collective sends (N-1)/N of its tensor; an all-reduce sends twice that."""
         return 0
 
 
 class DDPCost(StrategyCost):
-    hidden_behind = 0.6  # the backward pass
-
     def memory(self, model: WholeModel, settings: Settings, accumulates: bool) -> Memory:
         memory = super().memory(model, settings, accumulates)
         memory.communication = model.gradients  # its buckets
         return memory
 
-    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
-        return 2 * gradient * others(settings.num_processes) * parameters
+    def bytes_sent(self, settings: Settings, parameters: float) -> float | None:
+        return 2 * GRADIENT * others(settings.num_processes) * parameters
 
 
 class FSDPCost(StrategyCost):
     divides_state, keeps_fp32 = True, True
-    hidden_behind = 0.9  # all but the first gather and the last reduction
 
     def memory(self, model: WholeModel, settings: Settings, accumulates: bool) -> Memory:
         n = settings.shards
@@ -126,16 +101,16 @@ class FSDPCost(StrategyCost):
         memory.communication = model.gathered + max(model.blocks) * (model.compute + 4)
         return memory
 
-    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+    def bytes_sent(self, settings: Settings, parameters: float) -> float | None:
         gathers = 1 if settings.noreshard else 2
-        return (gathers * (weight or computed(settings)) + gradient) * others(settings.shards) * parameters
+        return (gathers * computed(settings) + GRADIENT) * others(settings.shards) * parameters
 
 
 class HSDPCost(FSDPCost):
-    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+    def bytes_sent(self, settings: Settings, parameters: float) -> float | None:
         n = settings.shards
-        within = super().bytes_sent(settings, parameters, weight, gradient) or 0
-        between = 2 * gradient * others(settings.num_processes // n) * parameters / n  # an all-reduce
+        within = super().bytes_sent(settings, parameters) or 0
+        between = 2 * GRADIENT * others(settings.num_processes // n) * parameters / n  # an all-reduce
         return within + between
 
 
@@ -147,7 +122,7 @@ class TensorParallelCost(StrategyCost):
         gradients = (model.gradients + model.fp8_gradients) / n
         return Memory(model.weights / n + model.frozen, gradients, model.master, model.optimizer / n)
 
-    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+    def bytes_sent(self, settings: Settings, parameters: float) -> float | None:
         return None  # activations, whose size depends on the batch
 
 
@@ -159,13 +134,12 @@ class FSDPTensorParallelCost(FSDPCost):
         memory.communication /= settings.mesh.tp
         return memory
 
-    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+    def bytes_sent(self, settings: Settings, parameters: float) -> float | None:
         return None  # activations, whose size depends on the batch
 
 
 class ZeROCost(StrategyCost):
     divides_state, keeps_fp32, one_model = True, True, True
-    hidden_behind = 0.6  # the backward pass
 
     def __init__(self, stage: int) -> None:
         super().__init__(3 + stage)
@@ -188,10 +162,10 @@ class ZeROCost(StrategyCost):
         memory.communication += compute * min(LIVE, elements) if self.stage == 3 else 0
         return memory
 
-    def bytes_sent(self, settings: Settings, parameters: float, weight: int = 0, gradient: int = 4) -> float | None:
+    def bytes_sent(self, settings: Settings, parameters: float) -> float | None:
         compute = computed(settings)
         # below stage 3 DeepSpeed sums gradients as all-reduce, then gathers weights
-        return (3 * compute if self.stage == 3 else 2 * 4 + compute) * others(settings.shards) * parameters
+        return (3 * compute if self.stage == 3 else 2 * GRADIENT + compute) * others(settings.shards) * parameters
 
 
 class BackendCost:
@@ -207,68 +181,15 @@ class BackendCost:
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: Settings) -> None:
         """Changes the memory of a process where the strategy's rule does not cover this backend."""
 
-    def linear_cost(self, settings: Settings) -> LinearCost:
-        """What one of its layers costs in a step beside its products."""
-        if own_bytes(settings) == computed(settings):
-            return LinearCost()
-        return LinearCost(weight=4 + 2, weight_gradient=2 + 4, kernels=(2, 3))  # fp32 to 16 bits, and back
-
-    def bytes_sent(self, settings: Settings, fp8: float, rest: float) -> float | None:
-        """Bytes that each process sends in a step for so many parameters of FP8 layers, and the rest."""
-        return strategy_of(settings).bytes_sent(settings, fp8 + rest)
-
 
 class TorchAOCost(BackendCost):
     def traced(self, options: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in options.items() if key == "scale_calculation_mode"}
 
-    def linear_cost(self, settings: Settings) -> LinearCost:
-        own = own_bytes(settings)
-        weight, weight_gradient = (0, 0) if own == 2 else (4 + 2, 2 + 4)
-        of_rows = str(settings.level).startswith("rowwise")  # scales of rows, and of columns for the other product
-        cost = LinearCost(
-            weight_gradient=weight_gradient,
-            speed=0.8 if of_rows else 1,
-            fp8_weight_gradient=not str(settings.level).endswith("_with_gw_hp"),
-        )
-        if settings.level in MX:  # a cast for each product, by a kernel of its own; 16-bit copies of weights in fp32
-            x = (2 + 1) * (1 + cost.fp8_weight_gradient)
-            return replace(cost, input=x, output_gradient=x, weight=weight + 2 * (2 + 1), kernels=(9, 16), host=3e-4)
-        columns = of_rows and cost.fp8_weight_gradient
-        if not settings.compile:
-            # abs 2 + 2, max 2, times scale 2 + 4, clamp 4 + 4, to FP8 4 + 1, each over a whole tensor
-            x, w = 25 * (1 + columns), 25 * (1 + of_rows)
-            return replace(cost, input=x, output_gradient=x, weight=weight + w, strided=1, kernels=(26, 30), host=3e-4)
-        cost = replace(cost, kernels=(3, 6), shares_casts=True)
-        if of_rows:  # amax and cast of a row read it once; of a column, twice
-            x, w = 2 + 1 + (2 + 2 + 1) * columns, own + 1 + 2 * own + 1
-            return replace(cost, input=x, output_gradient=x, weight=w)
-        # The kernel that makes x finds its amax. Each is written twice, the second time transposed.
-        w = 2 * own + 1 + 1
-        if settings.fp8.options.get("enable_fsdp_float8_all_gather"):  # each process casts its part
-            w = (4 + 4 + 1) / settings.shards + 1 + 1
-        return replace(cost, input=2 + 1 + 1, output_gradient=2 + 2 + 1 + 1, weight=w)
-
-    def bytes_sent(self, settings: Settings, fp8: float, rest: float) -> float | None:
-        strategy, in_fp8 = strategy_of(settings), settings.fp8.options.get("enable_fsdp_float8_all_gather")
-        return (strategy.bytes_sent(settings, fp8, 1 if in_fp8 else 0) or 0) + (
-            strategy.bytes_sent(settings, rest) or 0
-        )
-
 
 class TransformerEngineCost(BackendCost):
     def traced(self, options: dict[str, Any]) -> dict[str, Any]:
         return options
-
-    def linear_cost(self, settings: Settings) -> LinearCost:
-        fp4 = settings.level == "nvfp4"  # its amaxes are of the tensor itself, and of the rotated one
-        amax = 2 if fp4 or settings.level == "current" else 0  # else the kernel that casts finds it, for the next step
-        cast = amax + 2 + (0.5 + 0.5 if fp4 else 1 + 1)  # and writes a transposed copy
-        weight, weight_gradient = (0, 0) if own_bytes(settings) == 2 else (4 + 2, 2 + 4)
-        speed = {"block": 0.8, "nvfp4": 2}.get(str(settings.level), 1)
-        return LinearCost(
-            cast, cast, weight + cast, weight_gradient, kernels=(5, 7), host=1.5e-4, speed=speed
-        )  # its modules are written in Python
 
 
 class MSAMPCost(BackendCost):
@@ -277,22 +198,6 @@ class MSAMPCost(BackendCost):
 
     def traced(self, options: dict[str, Any]) -> dict[str, Any]:
         return options
-
-    def linear_cost(self, settings: Settings) -> LinearCost:
-        # One kernel casts with the scale of earlier steps, finds the amax and writes a transposed copy; compiled, the
-        # kernel that makes x finds it. So for the weight, in forward and again in backward. The weight's gradient comes
-        # in bf16: amax 2, to FP8 2 + 1. kernels, host: as on an H100, results/fp8_speed.json.
-        held = 1 if settings.level == "o3" or settings.sharded else 2
-        x = 2 + 1 + 1
-        cost = LinearCost(x, x, 2 * (held + 1 + 1), 2 + 2 + 1, kernels=(9, 15), host=1e-3)
-        if settings.fp8.options.get("recipe") == "fp4":  # beside these amp8/fp4.py, counted there and not measured:
-            # each of torch's operators reads and writes whole tensors, mostly in fp32
-            cost = LinearCost(x + 118, x + 8, 2 * 86 + 5, 5 + 154, kernels=(55, 56), host=1e-3, fp8_forward=False)
-        return replace(cost, shares_casts=not settings.compile)
-
-    def bytes_sent(self, settings: Settings, fp8: float, rest: float) -> float | None:
-        strategy = strategy_of(settings)
-        return (strategy.bytes_sent(settings, fp8, 1, 1) or 0) + (strategy.bytes_sent(settings, rest) or 0)
 
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: Settings) -> None:
         n = settings.shards
@@ -336,8 +241,3 @@ def others(processes: int) -> float:
 def computed(settings: Settings) -> int:
     """Bytes of a value in a matrix product, and of a gathered weight."""
     return 4 if settings.precision == "fp32" else 2
-
-
-def own_bytes(settings: Settings) -> int:
-    """Bytes of a weight in high precision as a layer finds it: a strategy that divides the state casts it."""
-    return computed(settings) if strategy_of(settings).divides_state else 4

@@ -3,7 +3,6 @@
     ./launch.sh estimate single_bf16 fsdp_fp8 -- vit --model vit_huge --dataset synthetic
     ./launch.sh estimate --memory 80GB --num_processes 8 -- vit --model vit_huge      which of all configs would fit
     ./launch.sh estimate single_bf16 single_fp8 -- train.py --epochs 1                a script of your own
-    ./launch.sh estimate --time H100 single_bf16 single_fp8 -- vit                    on a card: tools/step_time.py
 
 The recipe's own `main` runs through one optimizer step on fake tensors (shapes and dtypes, no storage), on the batch
 it would begin with, converted to FP8 as in a rehearsal. So model, loss and optimizer are the recipe's, whatever they
@@ -324,27 +323,6 @@ def around_training(phases: dict[str, dict[str, int]], unit: int) -> str:
     return f"host memory of process 0 (of each other process) while {', '.join(each)}; of all processes at most {node}"
 
 
-def of_time(
-    card: str, files: list[Path], num_processes: int | None, recipe: Path, words: list[str], as_json: bool
-) -> int:
-    """What --time prints."""
-    from tools import step_time
-
-    named = step_time.find_card(card)
-    wanted = {file.stem: read_config(file, num_processes) for file in files}
-    found = dict(step_time.times(wanted, recipe, words, named))
-    if as_json:
-        refused = {name: str(found.pop(name)) for name in wanted if isinstance(found[name], Refused)}
-        print(
-            json.dumps(
-                {"recipe": recipe.stem, "command": words, "card": named.name, "configs": found, "refused": refused}
-            )
-        )
-        return 0
-    step_time.show(recipe.stem, named, wanted, found)
-    return 0 if any(not isinstance(parts, Refused) for parts in found.values()) else 1
-
-
 def main(argv: list[str]) -> int:
     left, words = cli.split(argv)
     parser = cli.parser("estimate", __doc__)
@@ -352,13 +330,10 @@ def main(argv: list[str]) -> int:
     processes = "of configs that are not for one process"
     parser.add_argument("--num_processes", "--num-processes", type=cli.count, help=processes)
     parser.add_argument("--memory", help="of one device, as 80GB (default: the device in front of you)")
-    parser.add_argument("--time", metavar="CARD", help="the time of a step on this card instead: H100, RTX 4090, ...")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and seconds")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes")
     args = parser.parse_args(left)
     files = [find.config(name) for name in args.configs] or sorted((ROOT / "accelerate_configs").glob("*.yml"))
     recipe, options = recipe_of(words, "estimate fsdp_bf16 -- vit --model vit_huge")
-    if args.time:
-        return of_time(args.time, files, args.num_processes, recipe, options, args.json)
     memory, device, cpu = memory_of(args.memory)
     wanted = {file.stem: read_config(file, args.num_processes) for file in files}
     rows, estimated, refused = Rows(wanted, device, memory), {}, {}

@@ -37,13 +37,11 @@ from faithful.models.blocks import block_names, name_blocks
 from faithful.models.layers import FP8Layers, linear_names
 from faithful.plan import Plan
 from faithful.strategies import tp
-from faithful.tensors.names import plain_names, unwrapped
 from faithful.training.clipping import GradientsElsewhere
 from faithful.training.model import trains
 from shared import args as options, dpo, images, pairs, sft, text
 from shared.args import Refused
 from tools.fake import Memory, Watch, make_fake, without_reading, without_storage, without_values
-from tools.work import Count
 
 ORIGINAL = accelerate.Accelerator
 
@@ -176,14 +174,11 @@ class Traced(accelerate.Accelerator):
         if trace.split > 1:
             tp.check(model, trace.split)  # raises Refused where it cannot be
         linear = linear_names(model)
-        trace.fused = not trace.script or bool(optimizer.defaults.get("fused"))  # recipes fuse theirs on a GPU
-        trace.count.watch(plain_names(unwrapped(model).named_modules()))
         trace.blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
         if fp8:
             fp8.convert(model, optimizer)
             refuse_unknown(trace.plan.skip, linear)
-            trace.fp8_linear = list(FP8Layers(fp8.kinds, model).linear)
-            if not trace.fp8_linear:
+            if not FP8Layers(fp8.kinds, model).linear:
                 raise Refused("none of its Linear layers can be FP8")
         if trace.checkpointed:
             apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ in names)
@@ -199,14 +194,14 @@ class Traced(accelerate.Accelerator):
                 parameter.register_post_accumulate_grad_hook(trace.memory.is_gradient)
         if trace.script:
             self.optimizer.optimizer.register_step_post_hook(self.enough)
-            trace.watching.enter_context(trace.observed())
+            trace.watching.enter_context(Watch(trace.memory))
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        with super().accumulate(*models), contextlib.nullcontext() if self.trace.script else self.trace.observed():
+        with super().accumulate(*models), contextlib.nullcontext() if self.trace.script else Watch(self.trace.memory):
             yield
         if self.sync_gradients:
             self.enough()
@@ -224,7 +219,7 @@ class Traced(accelerate.Accelerator):
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def before_step(self, *_: object) -> None:
-        self.trace.memory.on = self.trace.count.on = False
+        self.trace.memory.on = False
         self.trace.gradients = gradients(self.model)
         if self.trace.checkpointed:
             raise Enough
@@ -249,20 +244,11 @@ class Trace:
         self.plan, self.checkpointed, self.split, self.dtype = plan, checkpointed, split, dtype
         self.name, self.script = Path(str(module.__file__)).name, isinstance(module, Script)
         self.backend = backends.get_backend(plan) if plan.backend else None
-        self.memory, self.count, self.watching = Memory(), Count(), contextlib.ExitStack()
-        self.fp8_linear: list[str] = []  # the names of the layers that are converted
-        self.fused = True  # whether the optimizer's step is one pass on a GPU
+        self.memory, self.watching = Memory(), contextlib.ExitStack()
         self.blocks: list[int] | None = None  # parameters of each block
         self.gradients: dict[str, int] | None = None  # bytes, see `gradients`
         self.held: dict[str, Any] = {}  # see `held`
         self.frozen = 0  # bytes of models that are prepared and not trained
-
-    @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
-        """Counts what a step holds; and what it computes, where that says something of a GPU."""
-        counts = self.backend is None and not self.checkpointed
-        with Watch(self.memory), self.count if counts else contextlib.nullcontext():
-            yield
 
     def run(self, argv: list[str]) -> NoReturn:
         """Raises Enough at the end of the first optimizer step, and Refused for a script that has none."""
@@ -322,7 +308,6 @@ def trace(
         traced.run(argv)
     except Enough:
         figures = {"blocks": traced.blocks, "gradients": traced.gradients, "moments": traced.memory.moments}
-        figures |= {"work": traced.count.work, "fp8_linear": traced.fp8_linear, "fused": traced.fused}
         return (
             {key: value for key, value in figures.items() if value is not None} | traced.held | {"precision": precision}
         )
@@ -357,7 +342,6 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     layers = [(p, p.amp8_linear) for p in model.parameters() if hasattr(p, "amp8_linear")]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "tensors": len(list(model.parameters())),
         "largest": max(p.numel() for p in model.parameters()),
         "weights": sum(p.nbytes for p in model.parameters()),
         "optimizer": sum(moments.values()),
