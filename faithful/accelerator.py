@@ -392,6 +392,8 @@ class Accelerator(accelerate.Accelerator):
         """Called when all gradients of a step are there. Stops the run if the loss or their norm is not finite, or
         returns a flag that says so on the device, see `Steps.check`."""
         self.validate_prepared()  # here too, as a script may call loss.backward() itself
+        if self.resumed:
+            loaders.refuse_other_rest(self.epochs, self.gradient_state.active_dataloader)
         if self.never_accumulates:
             steps = self.gradient_accumulation_steps
             raise Refused(

@@ -5,6 +5,7 @@ a frozen Plan, or raises Refused with every reason at once (config/rules.py). On
 makes Accelerate run the same strategy on the CPU.
 """
 
+import argparse
 import dataclasses
 import functools
 import os
@@ -62,6 +63,7 @@ class Plan:
         return self.tp_size * self.sp_size
 
 
+LAUNCHES = ("launch", "accelerate-launch", "accelerate_launch.py", "accelerate.commands.launch")
 # Fields of the config that options of `accelerate launch` must not change.
 LAUNCHED_AS = ("strategy", "precision", "backend", "level", "skip", "compile", "offload", "ckpt")
 OF_THE_FILE = ("config", "notes")  # fields that may differ from machine to machine
@@ -161,12 +163,12 @@ def launched_otherwise(file: Path, config: dict[str, Any], settings: Settings) -
 
 def one_alone(line: list[str] | None, settings: Settings) -> list[str]:
     """A problem if `accelerate launch` was told to start several processes on the CPU: without mpirun it starts one."""
-    words = line or []
-    several = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--num_processes", "--num-processes")]
-    if settings.strategy != "single" or not several or several[0] == "1":
+    options = options_of(line or [])
+    asked = options.num_processes if options else None
+    if settings.strategy != "single" or asked in (None, 1):
         return []
     return [
-        f"--cpu makes Accelerate run one process, not {several[0]}: leave it out, and pass --multi_gpu, which is "
+        f"--cpu makes Accelerate run one process, not {asked}: leave it out, and pass --multi_gpu, which is "
         "rehearsed where there is no GPU"
     ]
 
@@ -248,16 +250,24 @@ def launch_line() -> tuple[list[str] | None, Path | None]:
     try:
         for parent in psutil.Process().parents():
             line, cwd = parent.cmdline(), parent.cwd()
-            if not launcher.launches(line) or not any("accelerate" in part for part in line[:4]):
+            if not launcher.launches(line) or not (options := options_of(line)):
                 continue
-            for flag, value in zip(line, line[1:] + [""], strict=True):
-                name, _, inline = flag.partition("=")
-                if name in ("--config_file", "--config-file"):
-                    return line, Path(cwd, inline or value)
-            return line, None if "--cpu" in line else config_file.default_file(os.environ)
+            if options.config_file:
+                return line, Path(cwd, options.config_file)
+            return line, None if options.cpu else config_file.default_file(os.environ)
     except psutil.Error:
         pass
     return None, None
+
+
+def options_of(line: list[str]) -> argparse.Namespace | None:
+    """What the command line of an `accelerate launch` says to the launcher; None for another command. The script may
+    have options of its own by the same names."""
+    from accelerate.commands.launch import launch_command_parser
+
+    at = next((at for at, word in enumerate(line[:4]) if os.path.basename(word) in LAUNCHES), None)
+    words = [] if at is None else [*line[at + 1 :], "a script, which is required"]
+    return launch_command_parser().parse_known_args(words)[0] if words else None
 
 
 def says_precision() -> bool:
@@ -267,11 +277,8 @@ def says_precision() -> bool:
     line, file = launch_line()
     if exported != "no" or line is None or (file is not None and file_says_precision(file)):
         return exported is not None
-    from accelerate.commands.launch import launch_command_parser
-
-    words = line[next(at for at, word in enumerate(line) if "launch" in os.path.basename(word)) + 1 :]
-    options, _ = launch_command_parser().parse_known_args([*words, "a script, which is required"])
-    return options.mixed_precision is not None
+    options = options_of(line)
+    return bool(options and options.mixed_precision)
 
 
 @functools.cache

@@ -288,7 +288,7 @@ def looked_at(script: Path, words: list[str]) -> tuple[bool, bool]:
     with contextlib.suppress(ImportError):  # of yaml, for --config, before setup
         if ours and readable(script):
             find.parse_options(script, words)
-    return ours, re.search(r"^ *(from|import) faithful", text, re.M) is not None
+    return ours, re.search(r"^ *(from|import) faithful\b", text, re.M) is not None
 
 
 def readable(recipe: Path) -> bool:

@@ -77,7 +77,7 @@ def split_launch(words: list[str]) -> tuple[list[str], str, list[str]]:
     return words[:at], words[at], words[at + 1 :]
 
 
-def replicas(file: Path, options: list[str], gpus: int) -> int:
+def replicas(file: Path, options: list[str], here: machine.Machine) -> int:
     """The number of processes that see different samples."""
     config, count = find.sound_config(file)[1], find.option(options, "num_processes")
     try:
@@ -86,7 +86,8 @@ def replicas(file: Path, options: list[str], gpus: int) -> int:
         raise Refused(f"--num_processes {error}") from None
     if str(config.get("distributed_type")) == "NO":
         return 1
-    count = int(count or gpus or config.get("num_processes") or 1)
+    added = check.missing_option(file, here, {"num_processes": count} if count else {})  # as the launch adds it
+    count = int(count or added.removeprefix("--num_processes ") or config.get("num_processes") or 1)
     sizes = config.get("parallelism_config") or {}
     return count // math.prod(int(sizes.get(f"parallelism_config_{name}_size") or 1) for name in ("tp", "sp"))
 
@@ -115,13 +116,13 @@ def ways_of(words: list[str]) -> dict[str, Way]:
     return ways
 
 
-def batches(ways: dict[str, Way], words: list[str], gpus: int) -> dict[str, int]:
+def batches(ways: dict[str, Way], words: list[str], here: machine.Machine) -> dict[str, int]:
     """{row: per-device batch} with which all have the baseline's global batch. Raises Refused for an option that the
     recipe does not have."""
     options, recipe, rest = split_launch(words)
     given: Any = [find.parse_options(find.recipe(recipe), [*rest, *way.options]) for way in ways.values()]
     per_device = given[0].per_device_train_batch_size
-    counts = {name: replicas(way.file, options, gpus) for name, way in ways.items()}
+    counts = {name: replicas(way.file, options, here) for name, way in ways.items()}
     total = per_device * next(iter(counts.values()))
     odd = [name for name, count in counts.items() if total % count]
     if odd:
@@ -170,7 +171,7 @@ def launch_all(
     """Launches every missing run, one after another. Returns {budget: its runs}, read from their folders."""
     _, recipe, options = split_launch(words)
     file = find.recipe(recipe)
-    per_device = batches(ways, words, machine.of_driver().devices) if find.is_recipe(file) else None
+    per_device = batches(ways, words, machine.of_driver()) if find.is_recipe(file) else None
     for way in ways.values():  # what no machine can run is refused now, not when the others have trained
         if problems := check.check(way.file, machine.of_driver(), {})[0]:
             raise Refused(*(f"{way.file.name}: {line}" for line in problems))

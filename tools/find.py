@@ -177,7 +177,7 @@ def options_of_tool(file: Path) -> set[str]:
 
 def is_recipe(file: str | Path) -> bool:
     """Whether a script has the options that all recipes share."""
-    return "options.Run" in Path(file).read_text()
+    return re.search(r"\boptions\.Run\b", Path(file).read_text(errors="replace")) is not None
 
 
 def arguments_of(file: str | Path) -> type[args.Run]:

@@ -82,7 +82,7 @@ class Script:
 
 def load(recipe: Path) -> ModuleType | Script:
     """Loads a recipe as a module, or a user's own script as a Script."""
-    if not re.search(r"^class Arguments\b", recipe.read_text(), re.M):
+    if not re.search(r"^class Arguments\b", recipe.read_text(errors="replace"), re.M):
         return Script(recipe)
     spec: Any = importlib.util.spec_from_file_location(f"traced_{recipe.stem}", recipe)
     module = importlib.util.module_from_spec(spec)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from faithful import Refused, accelerator  # noqa: E402
 from faithful.disk import replacing  # noqa: E402
-from faithful.saving.state import random_state, set_random_state  # noqa: E402
+from faithful.tensors import random_states  # noqa: E402
 from faithful.training import steps  # noqa: E402
 from tools import progress  # noqa: E402
 from tools.shadow import Looking, Weight, high_precision, layers_of, measured  # noqa: E402
@@ -136,13 +136,13 @@ class Watch:
     def state(self) -> State:
         running, evidence = self.accelerator, self.evidence
         tensors = running.backend.tensors(running.strategy, evidence.model, evidence.optimizers[0])
-        return {name: tensor.clone() for name, tensor in tensors.items()}, random_state()
+        return {name: tensor.clone() for name, tensor in tensors.items()}, random_states.of_process()
 
     def restore(self, state: State) -> None:
         running, evidence = self.accelerator, self.evidence
         tensors = {name: tensor.clone() for name, tensor in state[0].items()}  # the optimizer keeps what it loads
         running.backend.restore(running.strategy, evidence.model, evidence.optimizers[0], tensors)
-        set_random_state(state[1])
+        random_states.set_process(state[1])
 
     def optimizer(self) -> torch.optim.Optimizer:
         return self.accelerator.strategy.torch_optimizer(self.evidence.optimizers[0])

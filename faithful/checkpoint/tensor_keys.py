@@ -7,7 +7,7 @@ The tensors of prepared model number i, in Accelerate's order, have these names 
     shape/<name>               ZeRO: the shape of the parameter of which model/<name> is a flat fragment
     te/<layer>                 TransformerEngine's scales and histories
     all/..., rows/..., rank/...  what amp8.exact_state returns, in place of the others, under MS-AMP's levels
-Beside them are random/<generator> (saving/state.py), and the tensors of JSON values in trainer_state.json
+Beside them are random/<generator> (tensors/random_states.py), and the tensors of JSON values in trainer_state.json
 (tensors/serialization.py).
 """
 

@@ -180,7 +180,7 @@ def file_notes(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("fp8_config") and precision != "fp8":
         yield f"fp8_config is not read under mixed_precision {precision}"
     backend = (config.get("dynamo_config") or {}).get("dynamo_backend", "no")
-    if kind == "DEEPSPEED" and str(backend).lower() not in ("no", "false"):
+    if kind == "DEEPSPEED" and str(backend).lower() != "no":
         yield "dynamo_config is not read under distributed_type DEEPSPEED: nothing is compiled"
     for section in [name for name in keys.TABLE if name in config]:
         held = {keys.full(section, key): value for key, value in (config[section] or {}).items()}

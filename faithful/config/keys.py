@@ -19,7 +19,7 @@ MANY = 1 << 20  # processes, machines: more than there are anywhere
 PREFIXED = ("fsdp_config", "fp8_config", "dynamo_config")  # their keys may omit `fsdp_`, `fp8_`, `dynamo_`
 REMOVED = ("ipex_config",)  # which Accelerate refuses by now
 TRUE, FALSE = ("true", "1", "yes", "on", "y", "t"), ("false", "0", "no", "off", "n", "f")  # Accelerate's str_to_bool
-COMPILERS = ("no", "false", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi",
+COMPILERS = ("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi",
              "fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm",
              "hpu_backend")  # fmt: skip
 
@@ -131,7 +131,7 @@ TABLE: dict[str, tuple[Key, ...]] = {
     ),
     "dynamo_config": (
         Key("dynamo_backend", "text", "ACCELERATE_DYNAMO_BACKEND", "no", "Plan",
-            values=(*COMPILERS, *map(str.upper, COMPILERS), "False")),
+            values=(*COMPILERS, *map(str.upper, COMPILERS))),
         Key("dynamo_mode", "text", "ACCELERATE_DYNAMO_MODE", "default", "Plan",
             values=("default", "reduce-overhead", "max-autotune")),
         Key("dynamo_use_regional_compilation", "bool", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", False, "a note"),

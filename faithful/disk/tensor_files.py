@@ -27,6 +27,10 @@ NAMES = {
 }  # fmt: skip
 
 
+def can_hold(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.dtype in NAMES
+
+
 def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """The names in the order in which `write` writes the tensors: so that each begins aligned to its elements."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

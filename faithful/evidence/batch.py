@@ -21,7 +21,7 @@ class FirstBatch:
         self.hook = model.register_forward_pre_hook(Hook(self.see), prepend=True, with_kwargs=True)
 
     def see(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dim()]
+        tensors = [each for each in tensors_of((args, kwargs)) if each.dim() and each.layout == torch.strided]
         if not tensors or not torch.is_grad_enabled():
             return
         samples = len(tensors[0])

@@ -55,7 +55,7 @@ class Record:
         self.own = RunFolder(Path(folder), main)
         self.script, self.started = script_name(), now()
         self.file = Path(sys.argv[0]).absolute()
-        self.code = code_and_machine(plan, self.file) if main else {}  # now: the code may go on while the run lasts
+        self.launched = as_launched(plan, self.file) if main else {}  # now: code and config may go on meanwhile
         self.notes: list[str] = []
         self.opened, self.failed_saves, self.status = False, 0, "running"
         self.error: str | None = None
@@ -233,8 +233,6 @@ class Record:
     ) -> None:
         if self.own.kept:
             return
-        line, file = plan.launch_line()
-        text = file.read_text() if file and file.exists() else None
         median = statistics.median(steps.times) if steps.times else None
         p90 = statistics.quantiles(steps.times, n=10, method="inclusive")[-1] if len(steps.times) > 1 else median
         samples = self.seen["samples_per_step"]
@@ -242,15 +240,13 @@ class Record:
             "schema_version": 3,
             "run": self.own.run,
             "recipe": self.script,
-            "command": " ".join(secrets.hidden_in_words(line or [sys.executable, *sys.argv])),
             "args": self.arguments,
             "seen": self.seen,
-            "config": {"name": self.plan.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()},
             "plan": asdict(self.plan),
             "evidence": evidence[0] if evidence else None,
             "evidence_of_other_models": evidence[1:],
             "notes": self.notes,
-            **self.code,
+            **self.launched,
             "started": self.started,
             "finished": finished,
             "throughput": {
@@ -373,10 +369,14 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def code_and_machine(plan: Plan, script: Path) -> dict[str, Any]:
-    """What a run is made of: packages, device, and the code, in which commits and by its hash."""
-    here = {"versions": machine.versions(), "device_name": machine.device_name(plan.device)}
-    return here | commits(script) | {"code_sha256": code_sha256(script)}
+def as_launched(asked: Plan, script: Path) -> dict[str, Any]:
+    """What a run is made of: command, config, packages, device, and the code, in which commits and by its hash."""
+    line, file = plan.launch_line()
+    text = file.read_text() if file and file.exists() else None
+    config = {"name": asked.config, "text": text, "sha256": text and sha256(text.encode()).hexdigest()}
+    words = " ".join(secrets.hidden_in_words(line or [sys.executable, *sys.argv]))
+    here = {"command": words, "config": config, "code_sha256": code_sha256(script)} | commits(script)
+    return here | {"versions": machine.versions(), "device_name": machine.device_name(asked.device)}
 
 
 def code_sha256(script: Path) -> str:

@@ -7,14 +7,11 @@ state, its place in the data. The rest is stored once. Tensors are stored as saf
 
 import collections
 import contextlib
-import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from accelerate.state import PartialState
 from torch import nn
@@ -22,7 +19,7 @@ from torch import nn
 from faithful.checkpoint import checkpoints, tensor_keys
 from faithful.disk import names, tensor_files
 from faithful.errors import Refused
-from faithful.tensors import optimizer_states
+from faithful.tensors import optimizer_states, random_states
 from faithful.tensors.names import fingerprint, parameters_of, unwrapped
 from faithful.tensors.serialization import check_like, pack, unpack
 from faithful.training import loaders
@@ -67,7 +64,7 @@ class RunState:
         one. keeps: whether this rank stores what all ranks have alike, see checkpoints.Save."""
         strategy, plan, models = self.strategy, self.strategy.plan, self.models
         parts, loaders_state = loaders.state_dict(self.epochs, self.stopping)
-        parts |= random_state()
+        parts |= {f"random/{name}": state for name, state in random_states.of_process().items()}
         for prepared in [] if alone else models:
             strategy.refuse_apart(prepared.model)
         stored = models if keeps or self.parts_differ else []  # the others hold the same: copies for nothing
@@ -100,6 +97,13 @@ class RunState:
             "tp": plan.tp_size,
             "sp": plan.sp_size,
         }
+        tensors_of_all = parts | tensors
+        if odd := [name for name in tensors_of_all if not tensor_files.can_hold(tensors_of_all[name])]:
+            tensor = tensors_of_all[odd[0]]
+            raise Refused(
+                f"save_state: {odd[0]} is {tensor.dtype if tensor.layout == torch.strided else tensor.layout}, which "
+                "safetensors does not have: let state_dict() give another dtype, or make a buffer persistent=False"
+            )
         return parts | (tensors if keeps else {}), state
 
     def leave_out(self, numbers: list[int], parts: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -196,7 +200,7 @@ class RunState:
                 loaders.load_state_dict(self.epochs, mine, state["loaders"])
         if rank < (1 if state["alone"] else saved_by):  # other ranks keep their own random state
             with loading(folder, "the random generators"):
-                set_random_state(mine)
+                random_states.set_process(checkpoints.tensors_of(folder, writer, "random/"))
         return saved_by, state["steps"]["micro"]
 
 
@@ -361,38 +365,3 @@ def restore_rest(optimizer: torch.optim.Optimizer, saved: dict[str, dict[str, An
         on_device = {k: v.to(parameter.device) if torch.is_tensor(v) and v.dim() else v for k, v in values.items()}
         for each, kept in optimizer_states.by_optimizer(holders, on_device):
             each.state[parameter] = {**each.state.get(parameter, {}), **kept}
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    """{name: state} of this process's random generators: Python's, numpy's, torch's for CPU and accelerator."""
-    version, numbers, gauss = random.getstate()
-    numpy = np.random.get_state(legacy=False)
-    state = {
-        "random/python": torch.tensor([version, *numbers], dtype=torch.int64),
-        "random/python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
-        "random/numpy": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
-        "random/numpy_rest": torch.tensor(
-            [numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]], dtype=torch.float64
-        ),
-        "random/torch": torch.get_rng_state(),
-    }
-    if torch.accelerator.is_available():
-        state["random/device"] = torch.get_device_module().get_rng_state().cpu()
-    return state
-
-
-def set_random_state(parts: Mapping[str, torch.Tensor]) -> None:
-    """Sets what `random_state` has returned. Raises errors of Python's, numpy's and torch's for what that cannot be."""
-    here = random_state()
-    check_like(here, {name: parts[name] for name in here if name in parts or name != "random/device"}, "the tensor")
-    version, *numbers = parts["random/python"].tolist()
-    gauss = parts["random/python_gauss"].item()
-    random.setstate((version, tuple(numbers), None if math.isnan(gauss) else gauss))
-    position, has_gauss, gauss = parts["random/numpy_rest"].tolist()
-    if not 0 <= position <= len(parts["random/numpy"]):  # numpy would read memory that is not its own
-        raise ValueError(f"numpy's position is {position}")
-    key = parts["random/numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, int(position), int(has_gauss), gauss))
-    torch.set_rng_state(parts["random/torch"])
-    if "random/device" in parts and torch.accelerator.is_available():
-        torch.get_device_module().set_rng_state(parts["random/device"])

@@ -92,7 +92,8 @@ def hashable(values: torch.Tensor) -> torch.Tensor:
     ZeRO's."""
     if values.is_complex():
         return torch.view_as_real(values)
-    return values.float() if values.dtype in HALVES else values
+    codes = values.itemsize == 1 and values.is_floating_point()  # FP8, as in a checkpoint of others
+    return values.view(torch.uint8) if codes else values.float() if values.dtype in HALVES else values
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 the shape and the length of what is there."""
 
 import math
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +13,8 @@ from faithful.disk.names import short
 from faithful.errors import Refused
 
 COLLECTIONS = {kind.__name__: kind for kind in (tuple, set, frozenset)}
+DICTS = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
+MADE_BY = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}  # values of a defaultdict
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], at: str) -> Any:
@@ -29,12 +31,15 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], at: str) -> Any:
         tensors[at] = torch.from_numpy(np.array(value))
         return {"!": "array" if isinstance(value, np.ndarray) else "number", "at": at}
     if isinstance(value, dict):
-        if "!" not in value and all(isinstance(key, str) for key in value):
+        kind, factory = type(value).__name__, getattr(value, "default_factory", None)
+        if kind not in ("Counter", "OrderedDict", "defaultdict") and "!" not in value and all(map(is_text, value)):
             return {key: pack(inner, tensors, f"{at}.{key}") for key, inner in value.items()}
         items = [
             [pack(k, tensors, f"{at}.{i}.key"), pack(v, tensors, f"{at}.{i}")] for i, (k, v) in enumerate(value.items())
         ]
-        return {"!": "dict", "items": items}
+        if factory and factory in MADE_BY.values():
+            return {"!": "defaultdict", "of": factory.__name__, "items": items}
+        return {"!": kind if kind in DICTS else "dict", "items": items}
     if isinstance(value, list | tuple):
         items = [pack(inner, tensors, f"{at}.{i}") for i, inner in enumerate(value)]
         return items if type(value) is list else {"!": "tuple", "items": items}
@@ -66,7 +71,8 @@ def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return deque((unpack(inner, tensors) for inner in value["items"]), value["maxlen"])
     if kind in COLLECTIONS:
         return COLLECTIONS[kind](unpack(inner, tensors) for inner in value["items"])
-    return {unpack(key, tensors): unpack(inner, tensors) for key, inner in value["items"]}
+    items = {unpack(key, tensors): unpack(inner, tensors) for key, inner in value["items"]}
+    return defaultdict(MADE_BY[value["of"]], items) if kind == "defaultdict" else DICTS[kind](items)
 
 
 def check_like(here: Any, saved: Any, at: str) -> None:
@@ -94,6 +100,10 @@ def check_like(here: Any, saved: Any, at: str) -> None:
             check_like(here[key], saved[key], f"{at}.{key}")
     elif not isinstance(saved, type(here)):
         raise ValueError(f"{there}, and {short(here)} here")
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def is_number(value: Any) -> bool:

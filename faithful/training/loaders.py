@@ -2,7 +2,7 @@
 
 A loader draws its order, and the seed of its workers, when an epoch begins. A checkpoint holds the states of the random
 generators at that time, and the number of the epoch. The first epoch after `load_state` draws from these, and then
-restores torch's of the checkpoint; a sampler's own draws on, as samplers also do after their first batch. Persistent
+restores those of the checkpoint; a sampler's own draws on, as samplers also do after their first batch. Persistent
 workers draw a seed once, in their loader's first epoch: those of a resumed run get that seed again, and draw none. A
 torchdata StatefulDataLoader saves its own place in the data.
 """
@@ -21,11 +21,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from faithful.errors import OutOfSharedMemory, Refused
+from faithful.tensors import random_states
+from faithful.tensors.random_states import States
 from faithful.tensors.serialization import pack, unpack
 
 Prepared = DataLoaderShard | DataLoaderDispatcher
 FORGOTTEN = ("slice_fn", "torch_device_mesh", "submesh_tp", "_non_blocking", "_drop_last")  # accelerate#4295
-States = dict[str, torch.Tensor]  # of random generators
 
 
 class Epoch:
@@ -133,7 +134,7 @@ class Watched(DataLoader):
         if epoch.note and (numbers := uneven(self)):
             gives = "a loader with even_batches=False gives some processes {} batches and others {}: a pass that needs "
             epoch.note("uneven", gives.format(*numbers) + "all, in training or with sharded weights, fails at the last")
-        again, epoch.again, later = epoch.again, None, torch.get_rng_state()
+        again, epoch.again, later = epoch.again, None, random_states.of_host()
         if again is not None:
             set_generators(generator, again)
         workers = self.persistent(epoch, again)
@@ -144,7 +145,7 @@ class Watched(DataLoader):
                 batches = iterator._sampler_iter
                 first = list(itertools.islice(batches, 1))
                 iterator._sampler_iter = itertools.chain(first, batches)
-            torch.set_rng_state(later)
+            random_states.set_host(later)
         return iterator
 
     def persistent(self, epoch: Epoch, again: States | None) -> torch.Tensor | None:
@@ -170,6 +171,17 @@ class Watched(DataLoader):
             raise
         finally:
             self.generator = own
+
+
+def refuse_other_rest(epochs: list[Epoch], active: Any) -> None:
+    """Raises Refused where a resumed run trains on the rest of an epoch that nobody watches, in another order. active:
+    the loader under way, or None."""
+    if active is not None and not any(active is loader for epoch in epochs for loader in epoch.loaders):
+        if any(epoch.again is not None and active.dataset is epoch.first.dataset for epoch in epochs):
+            raise Refused(
+                "the run was resumed in the middle of an epoch, whose order Accelerate's function skip_first_batches "
+                "draws anew: call the method, accelerator.skip_first_batches(loader, n)"
+            )
 
 
 def as_before(rest: Any, loader: Any) -> Any:
@@ -203,11 +215,11 @@ def sampler_generator(loader: DataLoader | Prepared) -> torch.Generator | None:
 
 
 def generators(of_sampler: torch.Generator | None) -> States:
-    return {"torch": torch.get_rng_state()} | ({"own": of_sampler.get_state()} if of_sampler is not None else {})
+    return random_states.of_host() | ({"own": of_sampler.get_state()} if of_sampler is not None else {})
 
 
 def set_generators(of_sampler: torch.Generator | None, states: States) -> None:
-    torch.set_rng_state(states["torch"])
+    random_states.set_host(random_states.of_host() | states)
     if of_sampler is not None and "own" in states:
         of_sampler.set_state(states["own"])
 
@@ -239,11 +251,19 @@ def load_state_dict(epochs: list[Epoch], parts: Mapping[str, torch.Tensor], stat
         if generator is not None and f"loader/{i}/now" in parts:
             generator.set_state(parts[f"loader/{i}/now"])
         epoch.forget_workers()
-        needed = ["torch"] if state["running"] else []
-        names = needed + [n for n in ("torch", "own", "workers") if n not in needed and f"loader/{i}/{n}" in parts]
+        host = random_states.of_host()
+        names = [
+            n for n in (*host, "own", "workers") if f"loader/{i}/{n}" in parts or (n == "torch" and state["running"])
+        ]
         saved = {name: parts[f"loader/{i}/{name}"].clone() for name in names}
-        for name, begun in saved.items():  # they are set later, when an epoch begins: an error is due now
-            torch.Generator(generator.device if name == "own" and generator is not None else "cpu").set_state(begun)
+        for name in {"own", "workers"} & saved.keys():  # they are set later, when an epoch begins: an error is due now
+            torch.Generator(generator.device if name == "own" and generator is not None else "cpu").set_state(
+                saved[name]
+            )
+        try:
+            random_states.set_host(host | saved)
+        finally:
+            random_states.set_host(host)
         epoch.workers = saved.get("workers")
         if state["running"]:
             epoch.again = saved if state.get("same_workers") else {k: v for k, v in saved.items() if k != "workers"}

@@ -8,6 +8,7 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from faithful.backends.base import Backend
 from faithful.backends.linear import in_fp8, refuse_unknown
@@ -72,6 +73,10 @@ def convert(
     session: Session, strategy: Strategy, backend: Backend, model: nn.Module, optimizers: list[torch.optim.Optimizer]
 ) -> Layers:
     """Converts a model in place as planned. Returns its Layers before the conversion."""
+    if any(map(is_lazy, nn.Module.parameters(model))):
+        raise Refused(
+            "a layer has no weights before its first input, as LazyLinear: call the model once before prepare()"
+        )
     if not strategy.has_split(model):
         guard.refuse_shards(model, session.plan.strategy)
     of_model = set(map(id, nn.Module.parameters(model)))

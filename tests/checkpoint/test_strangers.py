@@ -334,7 +334,7 @@ def test_a_history_is_rewritten_in_one_step(run, monkeypatch):
     from faithful.evidence.record import Record
 
     before = (run / "metrics.jsonl").read_bytes()
-    made = Record(SimpleNamespace(device="cpu"), run, run, True)
+    made = Record(SimpleNamespace(device="cpu", config=None), run, run, True)
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -526,18 +526,18 @@ def in_json(*path, to):
 STATE_OF = "does not hold the state of "
 VALUES = [  # damage({name: tensor}, trainer_state), what is said
     (lambda held, state: held.pop("random/torch"), f"{STATE_OF}the random generators (KeyError"),
-    (torch_state("random/torch", lambda t: t[:10].clone()), "random/torch is [10] torch.uint8 there, and [5056]"),
-    (torch_state("random/torch", lambda t: t.float()), "random/torch is [5056] torch.float32 there"),
+    (torch_state("random/torch", lambda t: t[:10].clone()), "random.torch is [10] torch.uint8 there, and [5056]"),
+    (torch_state("random/torch", lambda t: t.float()), "random.torch is [5056] torch.float32 there"),
     (torch_state("random/torch", torch.zeros_like), "Invalid mt19937 state"),
-    (torch_state("random/python", lambda t: t[:5].clone()), "random/python is [5] torch.int64 there, and [626]"),
+    (torch_state("random/python", lambda t: t[:5].clone()), "random.python is [5] torch.int64 there, and [626]"),
     (numbers("random/python", -1, 10**6), f"{STATE_OF}the random generators (ValueError"),
     (numbers("random/python", 5, -1), f"{STATE_OF}the random generators ("),
     (numbers("random/numpy_rest", 0, 10**6), "numpy's position is 1000000"),  # a segmentation fault in numpy
     (numbers("random/numpy_rest", 0, -5), "numpy's position is -5"),
     (numbers("random/numpy_rest", 0, torch.nan), f"{STATE_OF}the random generators (ValueError"),
-    (torch_state("random/numpy", lambda t: t[:3].clone()), "random/numpy is [3] torch.int64 there, and [624]"),
+    (torch_state("random/numpy", lambda t: t[:3].clone()), "random.numpy is [3] torch.int64 there, and [624]"),
     (torch_state("loader/0/torch", torch.zeros_like), f"{STATE_OF}a data loader (RuntimeError: Invalid mt19937"),
-    (torch_state("loader/0/torch", lambda t: t[:10].clone()), f"{STATE_OF}a data loader (RuntimeError"),
+    (torch_state("loader/0/torch", lambda t: t[:10].clone()), f"{STATE_OF}a data loader (ValueError"),
     (torch_state("loader/0/own", lambda t: t.float()), f"{STATE_OF}a data loader (TypeError"),
     (torch_state("loader/0/now", lambda t: t[:1].clone()), f"{STATE_OF}a data loader (RuntimeError"),
     (lambda held, state: held.pop("loader/0/torch"), f"{STATE_OF}a data loader (KeyError"),

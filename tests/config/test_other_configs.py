@@ -373,8 +373,10 @@ def test_the_cpu_asked_for_by_name(tmp_path, monkeypatch):
         assert made["status"] == "finished" and made["plan"]["rehearsal"] and made["plan"]["strategy"] == strategy
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
     assert read_env(os.environ).use_cpu
-    line = ["accelerate", "launch", "--cpu", "--num_processes", "2"]
-    assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(line, read_env(os.environ))[0]
+    for said in (["--num_processes", "2"], ["--num-processes=2"]):
+        line = ["accelerate", "launch", "--cpu", *said, "train.py", "--num_processes", "1"]
+        assert "--cpu makes Accelerate run one process, not 2" in plan.one_alone(line, read_env(os.environ))[0]
+    assert not plan.one_alone(["accelerate", "launch", "--cpu", "train.py", *said], read_env(os.environ))
 
 
 def test_an_option_says_what_the_file_does_not(tmp_path):

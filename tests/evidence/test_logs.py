@@ -14,6 +14,7 @@ from test_kept import run
 from faithful import Refused, plan
 from faithful.evidence.record import Record
 from faithful.launch import launcher
+from faithful.training.steps import Steps
 
 PREPARED = """
 model = linear()
@@ -130,6 +131,16 @@ def opened(folder):
     made.open(False, 0)
     made.own.release()
     return made
+
+
+def test_the_record_has_the_config_as_it_was_launched(tmp_path, monkeypatch):
+    file = tmp_path / "mine.yml"
+    file.write_text("mixed_precision: bf16\n")
+    monkeypatch.setattr(plan, "launch_line", lambda: (["accelerate", "launch"], file))
+    made = opened(tmp_path)
+    file.write_text("mixed_precision: fp16\n")  # for the next run, while this one lasts
+    made.write(Steps(1), [], None)
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["text"] == "mixed_precision: bf16\n"
 
 
 @pytest.mark.parametrize(

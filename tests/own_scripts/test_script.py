@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from faithful import Refused
 from faithful.checkpoint import checkpoints
-from faithful.saving import state
-from faithful.tensors import serialization
+from faithful.tensors import random_states, serialization
 from tools import export, show
 
 
@@ -157,6 +156,8 @@ def test_what_a_script_registers_is_kept_without_a_pickle():
         "tensor": torch.arange(6).view(2, 3), "numbers": np.array([1.5, 2.5]), 7: "seven", ("a", 1): [torch.ones(2)],
         "!": "a key that the format itself uses", "inner": {"!": 1}, "set": {1, "b"}, "float32": np.float32(2.5),
         "last losses": collections.deque([1, 2], maxlen=2), "a.b": torch.zeros(1), "a": {"b": torch.ones(1)},
+        "counter": collections.Counter("aab"), "ordered": collections.OrderedDict(b=1, a=2),
+        "lists": collections.defaultdict(list, {3: [1]}),
     }  # fmt: skip
     tensors = {}
     text = json.dumps(serialization.pack(value, tensors, "registered"))
@@ -164,7 +165,7 @@ def test_what_a_script_registers_is_kept_without_a_pickle():
     assert back.keys() == value.keys() and type(back["tuple"]) is tuple
     for key in value.keys() - {"tensor", "numbers", ("a", 1)}:
         assert back[key] == value[key] and type(back[key]) is type(value[key]), key
-    assert back["last losses"].maxlen == 2
+    assert back["last losses"].maxlen == 2 and back["counter"]["none"] == 0 and back["lists"]["none"] == []
     assert back["tensor"].equal(value["tensor"]) and (back["numbers"] == value["numbers"]).all()
     assert back[("a", 1)][0].equal(torch.ones(2))
     for thing in (Cursor(), {Cursor()}, {"deep": [Cursor()]}, np.array(["a"], dtype=object)):
@@ -177,9 +178,9 @@ def test_every_generator_goes_on_where_it_was():
         return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
     random.gauss(0, 1), np.random.randn()  # each keeps a second number for the next call
-    held = {name: tensor.clone() for name, tensor in state.random_state().items()}
+    held = {name: tensor.clone() for name, tensor in random_states.of_process().items()}
     first, second = drawn(), drawn()
-    state.set_random_state(held)
+    random_states.set_process(held)
     assert drawn() == first != second
 
 

@@ -265,11 +265,21 @@ def test_rows_of_zeros_change_no_output_and_no_gradient(rows):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_launch_without_a_config_file_has_none(monkeypatch):
-    line = ["accelerate", "launch", "train.py"]
-    above = SimpleNamespace(cmdline=lambda: line, cwd=lambda: "/")
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("accelerate launch train.py", None),
+        ("accelerate launch --config_file a.yml train.py --config_file model.yml", "/home/a.yml"),
+        ("accelerate launch --config-file=a.yml -m train", "/home/a.yml"),
+        ("python -m accelerate.commands.launch --num_processes 1 train.py --config_file model.yml --cpu", None),
+        ("torchrun /home/accelerate/train.py --config_file model.yml", "no launch of Accelerate's"),
+    ],
+)
+def test_the_config_file_of_a_launch_is_not_the_scripts(monkeypatch, line, file):
+    above = SimpleNamespace(cmdline=line.split, cwd=lambda: "/home")
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parents=lambda: [above]))
-    assert plan.launch_line.__wrapped__() == (line, None)
+    found = (None, None) if "torchrun" in line else (line.split(), file and Path(file))
+    assert plan.launch_line.__wrapped__() == found
 
 
 def test_a_rule_for_gpus_is_no_rule_for_a_cpu():

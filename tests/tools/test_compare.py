@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 from conftest import ROOT, SCRIPTS, alive, metrics, record, train
 
+from faithful.launch import machine
 from shared.args import Refused
 from tools import compare, find, judge, page, paired, report, tokens
 from tools.records import read
@@ -330,9 +331,12 @@ def test_every_config_gets_the_baselines_global_batch():
     wanted = {"single_bf16": 32, "ddp_bf16": 16, "fsdp_fp8": 16, "tp_bf16": 32, "fsdp_tp_bf16": 16, "zero3_sp_bf16": 32}
     ways = compare.ways_of([*wanted])
     words = ["vit", "--max_steps", "5"]
-    assert compare.batches(ways, words, 0) == wanted
-    assert compare.batches(ways, ["--num_processes", "4", *words], 0)["ddp_bf16"] == 8
-    assert compare.batches(ways, [*words, "--per-device-train-batch-size=8"], 2)["ddp_bf16"] == 4
+    cpu, gpus = machine.Machine(), machine.Machine("cuda", 8, "H100", (9, 0), "13.0", machine.PACKAGES)
+    assert compare.batches(ways, words, cpu) == wanted
+    assert compare.batches(ways, ["--num_processes", "4", *words], cpu)["ddp_bf16"] == 8
+    assert compare.batches(ways, [*words, "--per-device-train-batch-size=8"], cpu)["ddp_bf16"] == 4
+    on_8 = compare.batches(ways, words, gpus)  # a file that says a mesh starts the processes that it says
+    assert (on_8["ddp_bf16"], on_8["fsdp_fp8"], on_8["tp_bf16"], on_8["fsdp_tp_bf16"]) == (4, 4, 32, 16)
 
 
 def start(folder):

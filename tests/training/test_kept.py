@@ -335,6 +335,100 @@ for workers, persistent in [(0, False), (1, True)]:
 """, config="ddp_fp32")  # fmt: skip
 
 
+DRAWS = {
+    "random": "order = list(range(8)); random.shuffle(order)",
+    "numpy": "order = numpy.random.permutation(8).tolist()",
+    "torch": "order = torch.randperm(8).tolist()",
+}
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+def test_an_epoch_goes_on_with_the_order_of_a_sampler_of_ones_own(tmp_path, draws):
+    script = (
+        WORKERS
+        + f"""
+import random
+import numpy
+import accelerate
+
+
+class Own(torch.utils.data.Sampler):
+    def __iter__(self):
+        {DRAWS[draws]}
+        return iter(order)
+
+    def __len__(self):
+        return 8
+
+
+accelerator = Accelerator(project_dir=folder)
+model = linear()
+loader = torch.utils.data.DataLoader(Numbered(), 2, sampler=Own())
+objects = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+whole = rest(*objects, save=[(1, 2)])
+accelerator.load_state(folder / "1-2")
+after = rest(*objects, at=(1, 2))
+assert after == whole[6:], (after, whole)
+accelerator.load_state(folder / "1-2")
+for batch in accelerate.skip_first_batches(objects[2], 2):
+    accelerator.backward(objects[0](torch.ones(1, 16)).sum())
+    objects[1].step()
+"""
+    )
+    said = run(tmp_path, script, code=2)
+    assert "whose order Accelerate's function skip_first_batches draws anew: call the method, accelerator.s" in said
+
+
+NET = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.{layer}
+        {more}
+
+    def forward(self, adjacency, x):
+        return torch.sparse.mm(adjacency, self.layer(x)) @ self.frozen.float()
+
+
+class Registered:
+    def state_dict(self):
+        return {{"registered": torch.zeros(2, dtype=torch.{dtype})}}
+
+    def load_state_dict(self, state):
+        pass
+
+
+accelerator, adjacency = Accelerator(project_dir=folder), torch.eye(4).to_sparse()
+accelerator.register_for_checkpointing(Registered())
+model = Net()
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(trained, 0.1))
+for _ in range(2):
+    accelerator.backward(model(adjacency, torch.randn(4, 3)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.load_state(accelerator.save_state())
+accelerator.save_model(model, folder / "saved")
+accelerator.end_training()
+"""
+FP8 = "self.frozen = torch.nn.Parameter(torch.eye(4).to(torch.float8_e4m3fn), requires_grad=False)"
+FP32 = "self.register_buffer('frozen', torch.eye(4))"
+LACKS = ", which safetensors does not have: let state_dict() give another dtype, or make a buffer persistent=False"
+OTHER_TENSORS = {  # config, layer, more of the model, dtype of a registered tensor, and the refusal or None
+    "FP8 weights, a sparse input": ("single_fp32", "Linear(3, 4)", FP8, "complex64", None),
+    "a dtype that safetensors lacks": ("ddp_fp32", "Linear(3, 4)", FP32, "complex128", f"save_state: registered.0.registered is torch.complex128{LACKS}"),
+    "a sparse buffer": ("single_fp32", "Linear(3, 4)", f"{FP32}; self.register_buffer('sparse', adjacency)", "int8", f"save_state: 0:buffer/sparse is torch.sparse_coo{LACKS}"),
+    "a lazy layer": ("ddp_fp32", "LazyLinear(4)", FP32, "int8", "a layer has no weights before its first input, as LazyLinear: call the model once before"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_tensors_of_other_kinds_are_trained_and_saved_or_refused(tmp_path, name):
+    config, layer, more, dtype, line = OTHER_TENSORS[name]
+    said = run(tmp_path, NET.format(layer=layer, more=more, dtype=dtype), config=config, code=2 if line else 0)
+    assert (f"refused: {line}" in said) if line else "finished: " in said, said
+
+
 def test_a_run_that_is_stopped_in_a_later_epoch_goes_on_with_persistent_workers(tmp_path):
     body = (
         WORKERS
