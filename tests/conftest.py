@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -285,6 +286,40 @@ def train(config, output_dir, *argv, code=0, **kwargs):
     codes = ranks.wait()
     assert set(codes) == {code}, f"exit codes {codes}\n{ranks.text()[-4000:]}"
     return Path(output_dir)
+
+
+def resumed(config, run, *argv, without="checkpoint-6", **kwargs):
+    """A copy of the run without its last checkpoint, gone on with: it ends as the run did."""
+    part = shutil.copytree(run, run.parent / "resumed", ignore=shutil.ignore_patterns(without, "model"))
+    train(config, part, *argv, "--resume_from_checkpoint", "latest", **kwargs)
+    assert metrics(part) == metrics(run) and distance(part, run) == 0
+    return part
+
+
+def refusal(config, output_dir, *argv, **kwargs):
+    """What a run says that is refused: one line, and no traceback."""
+    log = Path(f"{train(config, output_dir, *argv, code=2, **kwargs)}.log").read_text()
+    assert log.count("refused: ") and "Traceback" not in log, log[-4000:]
+    return log
+
+
+def signalled(step, only=None, number=signal.SIGTERM):
+    """Called before a run: all ranks or one send themselves a signal before the backward of a step."""
+
+    def before(rank):
+        from faithful import Accelerator
+        from faithful.training import steps
+
+        backward = Accelerator.backward
+
+        def patched(self, loss):
+            if self.steps.taken + 1 == step and only in (None, rank):
+                os.kill(os.getpid(), number)
+            backward(self, loss)
+
+        Accelerator.backward, steps.AGREE_SECONDS = patched, 0
+
+    return before
 
 
 def write_record(run, **changes):

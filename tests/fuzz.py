@@ -1,13 +1,16 @@
 """What a fuzzer gives a reader: valid values with a few places changed, and their bytes with a few bytes changed."""
 
 import copy
+from functools import reduce
 
 from hypothesis import strategies as st
 
 STRANGE = [None, True, False, 0, 1, -1, 2, 3, 7, 10**9, 2**31, 2**63, 10**30, 0.5, -0.5, 1e308, float("nan"),
            float("inf"), "", " ", "auto", "no", "none", "NO", "all", "true", "-1", "1e9", "5GB", "0x10", "1_0", "1" * 5000,
            "\u00b2", "\u0663", "\u00e9", "\ud800", "\x1b[31m", "a\nb", "\x00", "a" * 300, "a.b", "../x", "'", "{", "!", [],
-           {}, [[]], [None], [1, "a"], {"a": 1}, {"": {}}]  # fmt: skip
+           {}, [[]], [None], [1, "a"], {"a": 1}, {"": {}}, 64, 1e-320, int("9" * 4000), "../secret",
+           "/etc/passwd", "vit_huge", "finished", "fp8", {"!": "tensor", "at": "x"}, {"!": "tuple", "items": 3}, [0] * 2000,
+           reduce(lambda inner, _: [inner], range(190), 1), reduce(lambda inner, _: {"a": inner}, range(190), 1)]  # fmt: skip
 PIECES = [b"", b"\x00", b"\xff", b"\xc3", b"\x1b", b"\n", b" ", b":", b": ", b"- ", b"{", b"}", b"[", b"]", b",", b'"',
           b"'", b"&a ", b"*a", b"<<: ", b"!!int ", b"!!binary ", b"!!timestamp ", b"!!set ", b"!!omap ", b"!!bool ", b"%",
           b"---\n", b"|\n", b"#", b"0x", b"1:1", b"\xef\xbb\xbf", b"\\u0000", b"\\ud800", b"NaN", b"9" * 5000, b"[" * 50,

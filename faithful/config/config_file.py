@@ -182,7 +182,7 @@ def file_notes(config: Mapping[str, Any]) -> Iterator[str]:
     backend = (config.get("dynamo_config") or {}).get("dynamo_backend", "no")
     if kind == "DEEPSPEED" and str(backend).lower() != "no":
         yield "dynamo_config is not read under distributed_type DEEPSPEED: nothing is compiled"
-    for section in [name for name in keys.TABLE if name in config]:
+    for section in [name for name in keys.TABLE if name and name in config]:
         held = {keys.full(section, key): value for key, value in (config[section] or {}).items()}
         for key in config[section] or ():
             name = keys.full(section, key)

@@ -13,7 +13,7 @@ import torch
 from accelerate import DistributedDataParallelKwargs
 from accelerate.utils import set_seed
 from amp8_helpers import run_ranks
-from conftest import CONFIGS, distance, edited, launched, losses, metrics, record, train, weights
+from conftest import CONFIGS, distance, edited, launched, losses, metrics, record, refusal, signalled, train, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -114,23 +114,6 @@ def test_torchao_is_imported_in_silence():
     assert said.returncode == 0 and "Enum" not in said.stderr, said.stderr
 
 
-def told_to_stop_at(step):
-    def before(rank):
-        from faithful import Accelerator
-        from faithful.launch import process
-        from faithful.training import steps
-
-        backward = Accelerator.backward
-
-        def told(self, loss):
-            process.stop_asked = self.steps.taken + 1 == step
-            backward(self, loss)
-
-        Accelerator.backward, steps.AGREE_SECONDS = told, 0
-
-    return before
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -147,7 +130,7 @@ def test_resumes_as_the_same_run(tmp_path, name):
     """An FP8 run resumes as the same run: amax histories, scales, codes, masters and moments are all restored."""
     steps = ("--max_steps", 24, "--logging_steps", 1, "--save_steps", 0, "--learning_rate", 0.004)
     whole = train(name, tmp_path / "whole", *steps)
-    part = train(name, tmp_path / "part", *steps, before=told_to_stop_at(20), code=143)
+    part = train(name, tmp_path / "part", *steps, before=signalled(20), code=143)
     train(name, part, *steps, "--resume_from_checkpoint", "latest")
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
 
@@ -162,7 +145,7 @@ def test_ocps_rule_for_mx_scales_is_said_and_goes_on(trained, tmp_path):
     assert "scale_calculation_mode" not in record(other)["evidence"]["measured"]
     seen, others = map(losses, (whole, other))
     assert seen != others and seen == pytest.approx(others, rel=0.01)
-    part = train(floor, tmp_path / "part", *STEPS, before=told_to_stop_at(4), code=143)
+    part = train(floor, tmp_path / "part", *STEPS, before=signalled(4), code=143)
     train(floor, part, *STEPS, "--resume_from_checkpoint", "latest")
     assert metrics(part) == metrics(whole) and distance(part, whole) == 0
 
@@ -328,9 +311,8 @@ def test_a_model_that_fp8_cannot_touch_is_refused(tmp_path):
     def narrow(rank):
         vision.VIT_SIZES["vit_nano"] = (60, 2, 4)  # no size is a multiple of 16
 
-    train("single_fp8", tmp_path / "run", *STEPS, before=narrow, code=2)
-    log = (tmp_path / "run.log").read_text()
-    assert "asked for fp8, but none of 9 Linear layers can be" in log and "Traceback" not in log
+    log = refusal("single_fp8", tmp_path / "run", *STEPS, before=narrow)
+    assert "asked for fp8, but none of 9 Linear layers can be" in log
 
 
 def test_without_amp8_it_says_what_to_copy(tmp_path):
@@ -637,8 +619,7 @@ def test_scales_of_gathered_weights_are_made_after_each_step_and_after_a_restore
 
 def test_fp8_shards_of_different_size_are_refused(tmp_path):
     """torchao sends them as they are, and the processes would get each other's bytes, or gloo an error of its own."""
-    train("fsdp_fp8", tmp_path / "run", "--max_steps", 1, processes=3, code=2)
-    log = (tmp_path / "run.log").read_text()
+    log = refusal("fsdp_fp8", tmp_path / "run", "--max_steps", 1, processes=3)
     assert "blocks.0.attn.proj has 64 rows for 3 processes" in log and "enable_fsdp_float8_all_gather to false" in log
     text = (CONFIGS / "fsdp_fp8.yml").read_text()
     config = tmp_path / "fsdp_fp8.yml"

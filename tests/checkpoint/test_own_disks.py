@@ -93,31 +93,10 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def disks(tmp_path_factory):
-    """The disks of two runs of two machines: {"run", "again"}."""
+    """The disks of a run of two machines, in "run"."""
     folder = tmp_path_factory.mktemp("disks")
-    for name in ("run", "again"):
-        trained("fsdp_bf16", folder / "mount", folder / name)
+    trained("fsdp_bf16", folder / "mount", folder / "run")
     return folder
-
-
-def test_checkpoints_of_two_runs_are_never_mixed(disks, tmp_path):
-    """Machine 1 has checkpoint-6 of another run: the newest that both have is loaded, or none, with a line."""
-    mixed, run = shutil.copytree(disks / "run", tmp_path / "mixed"), tmp_path / "run"
-    shutil.rmtree(mixed / "1" / "checkpoint-6")
-    shutil.copytree(disks / "again" / "1" / "checkpoint-6", mixed / "1" / "checkpoint-6")
-    theirs = files_in(mixed / "1" / "checkpoint-6")
-    trained("fsdp_bf16", run, mixed, *LATEST)
-    log = (tmp_path / "run.log").read_text()
-    assert f"skipping {run}/checkpoint-6: node1 has another one of that name than node0" in log
-    assert f"resumed from {run}/checkpoint-3 at step 3" in log
-    assert f"{run} on node1 holds checkpoints of another run, which are now in run_earlier/" in log
-    assert files_in(mixed / "1" / "run_earlier" / "checkpoint-6") == theirs
-    shutil.rmtree(mixed / "1")
-    shutil.copytree(disks / "again" / "1", mixed / "1")
-    before = contents(mixed)
-    trained("fsdp_bf16", run, mixed, *LATEST, code=2)
-    assert "node1 has another one of that name than node0" in (tmp_path / "run.log").read_text()
-    assert contents(mixed) == before
 
 
 def test_a_new_run_overwrites_no_checkpoint_of_an_earlier_one_on_any_disk(disks, tmp_path):

@@ -151,7 +151,12 @@ CASES = {
         lambda disks, made: shutil.copytree(disks / "1/checkpoint-3", disks / "1/checkpoint-30"), 3),
 }  # fmt: skip
 IN_THE_WAY = ("checkpoint-3 is a file on 1", "checkpoint-3 is a symlink to checkpoint-2 on 1")  # of the next save
-FAST = ("an older save of the step on 1", "0 has completed the save, 1 has not")
+FAST = (
+    "an older save of the step on 1",
+    "checkpoint-3 of another run on 1",
+    "all checkpoints of another run on 1",
+    "0 has completed the save, 1 has not",
+)
 
 
 @pytest.mark.parametrize(
@@ -189,17 +194,20 @@ def test_what_is_linked_elsewhere_stays_when_it_is_pruned_and_saved_over(made, t
     assert snapshot(kept) == before and not (disks / "1" / "checkpoint-2").exists()
 
 
-@pytest.mark.slow
-def test_a_clock_that_is_five_hours_ahead_on_one_machine(made, tmp_path):
-    def ahead(rank, folder):
-        real = time.time
-        time.time = lambda: real() + 5 * 3600 * rank
-        return goes_on(rank, folder)
+def clock_ahead(rank):
+    real = time.time
+    time.time = lambda: real() + 5 * 3600 * rank
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differ", [clock_ahead, lambda rank: socket.sethostname("localhost")], ids=["clock", "name"])
+def test_a_clock_five_hours_ahead_on_one_machine_and_machines_of_one_name(made, tmp_path, differ):
+    """Images of machines that were cloned are all called localhost, say."""
     disks = shutil.copytree(made[0] / "run", tmp_path / "disks")
     for step in (3, 4):
-        told, text = machines(disks, ahead)
-        assert [each["step"] for each in told] == [step] * 2 and told[0]["weights"] == told[1]["weights"], text
+        told, text = machines(disks, lambda rank, folder: differ(rank) or goes_on(rank, folder))
+        assert [(each["step"], each["failed"]) for each in told] == [(step, 0)] * 2, text
+        assert told[0]["weights"] == told[1]["weights"], text
 
 
 @pytest.mark.slow
@@ -265,20 +273,6 @@ def test_a_save_over_an_older_one_is_on_both_machines_or_on_none(made, tmp_path,
     assert which == "old" or not list(
         disks.rglob("*.tmp")
     )  # the next save there, or pruning, deletes what is not complete
-
-
-@pytest.mark.slow
-def test_machines_of_one_name(made, tmp_path):
-    """Images of machines that were cloned are all called localhost, say."""
-
-    def same(rank, folder):
-        socket.sethostname("localhost")
-        return goes_on(rank, folder)
-
-    disks = shutil.copytree(made[0] / "run", tmp_path / "disks")
-    for step in (3, 4):
-        told, text = machines(disks, same)
-        assert [(each["step"], each["failed"]) for each in told] == [(step, 0)] * 2, text
 
 
 @pytest.mark.slow

@@ -165,6 +165,7 @@ CONFIG = [  # (a shipped config, one of WIZARDS, or a file's text; other keys or
     ("fsdp_bf16", {"fsdp_config": {"fsdp_reshard_after_foward": True}}, ANYWHERE, "did you mean fsdp_reshard_after_forward?"),
     ("wizard_ddp", {"ipex_config": {"ipex": False}}, ANYWHERE, "which Accelerate refuses by now: remove it"),
     ("ddp_bf16", {"dynamo_config": "inductor"}, ANYWHERE, "dynamo_config holds 'inductor'"),
+    ("single_bf16", {"": ["a", "b"]}, ANYWHERE, " is a key that Accelerate does not have: remove it"),
     ("single_bf16", {"dynamo_config": {"dynamo_backend": False}}, ANYWHERE, "dynamo_backend is False: write one of no"),
     ("single_bf16_compile", {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "reduce-overhead"}}, ANYWHERE, "dynamo_mode: reduce-overhead captures each block in CUDA graphs"),
     ("fsdp_bf16", {"fsdp_config": {"fsdp_offload_params": "perhaps"}}, ANYWHERE, "fsdp_config fsdp_offload_params is perhaps: write true or false"),

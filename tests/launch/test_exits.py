@@ -134,6 +134,10 @@ def test_the_import_changes_nothing_in_the_process(server):
 UNKNOWN = "the script ended before accelerator.end_training(), and its exit code is not known here"
 
 
+DOORS = pytest.mark.parametrize("door", [None, ["script.py"]], ids=["import", "door"])
+
+
+@DOORS
 @pytest.mark.parametrize(
     ("last", "code", "status", "error"),
     [
@@ -151,9 +155,10 @@ UNKNOWN = "the script ended before accelerator.end_training(), and its exit code
         ("try: 1 / 0\nfinally: os.kill(os.getpid(), signal.SIGINT)", 130, "failed", "interrupted"),
     ],
 )
-def test_a_script_ends_with_its_own_code_and_cleans_up(end, tmp_path, last, code, status, error):
+def test_a_script_ends_with_its_own_code_and_cleans_up(end, tmp_path, last, code, status, error, door):
+    error = "the script exited with 3" if error == UNKNOWN and door else error
     last = last if "SIGINT" not in last else f"signal.signal(signal.SIGINT, signal.default_int_handler)\n{last}"
-    assert end(f"{TRAIN}train(accelerator, {0 if code == 130 else 2})\n{last}")[::2] == (code, (status, error))
+    assert end(f"{TRAIN}train(accelerator, {0 if code == 130 else 2})\n{last}", door)[::2] == (code, (status, error))
     assert not list(tmp_path.glob("temporary*"))
 
 
@@ -161,7 +166,7 @@ CAUGHT = "from faithful.errors import Refused\ntry: raise {}\nexcept Exception: 
 HANDLED = "while the script handled it"
 
 
-@pytest.mark.parametrize("door", [None, ["script.py"]], ids=["import", "door"])
+@DOORS
 @pytest.mark.parametrize(
     ("error", "exits", "code", "left"),
     [
@@ -178,14 +183,6 @@ def test_a_refusal_that_a_script_catches_to_exit_is_one(end, error, exits, code,
     ended, said, found = end(TRAIN + "train(accelerator)\n" + CAUGHT.format(error, exits), door)
     refused = isinstance(left[1], str) and left[1].startswith("no")
     assert (ended, found) == (code, left) and said.count(f"refused: {left[1]}\n") == refused
-
-
-@pytest.mark.parametrize("last", ["raise SystemExit(3)", "exit(3)"])
-def test_through_python_m_faithful_the_record_has_the_code_too(end, last):
-    assert end(f"{TRAIN}train(accelerator)\n{last}", door=["script.py"])[::2] == (
-        3,
-        ("failed", "the script exited with 3"),
-    )
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import accelerate
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import CONFIGS, ROOT, launched, recipe, record
+from conftest import CONFIGS, ROOT, fake_accelerate, launched, recipe, record
 
 import faithful
 from tools import check, commands, compare, find
@@ -225,13 +223,7 @@ def test_what_fails_says_why_and_the_exit_code_is_the_workers(tmp_path, config, 
 
 def test_launch_sh_adds_under_a_second(tmp_path):
     """launch.sh adds less than a second before `accelerate launch`, measured with an accelerate that exits at once."""
-    real, fake = Path(accelerate.__file__).parent, tmp_path / "accelerate"
-    for name in ("commands/config/config_args.py", "utils/launch.py"):  # the rules read the keys there
-        (fake / name).parent.mkdir(parents=True)
-        shutil.copy(real / name, fake / name)
-    for name in ("__init__.py", "commands/__init__.py"):
-        (fake / name).touch()
-    (fake / "commands" / "launch.py").write_text("import sys; sys.exit(7)")
+    fake_accelerate(tmp_path, "def main():\n    raise SystemExit(7)")
     env = {"PYTHONPATH": str(tmp_path)}
     times = []
     for _ in range(3):

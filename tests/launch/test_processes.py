@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 import torch
 from conftest import ROOT, Ranks, alive, fake_accelerate, free_port, launched, record
@@ -18,7 +17,7 @@ from faithful.launch.launcher import launches
 
 # Stands for the recipe. Its rank 1 stops for good at one point; rank 0 then waits for it, in C++ mostly.
 HELD = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
 sys.path[:0] = [{root!r}, {root!r} + "/recipes"]
 phase = {phase!r}
 if phase == "imports":  # these end some time
@@ -36,8 +35,12 @@ def hold(*_, **__):
     pathlib.Path({held!r}).touch()
     time.sleep(600)
 
+def stubborn():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hold()
+
 def once(method):
-    return lambda self, *rest: hold() if self.taken == 3 else method(self, *rest)
+    return lambda self, *rest: stubborn() if self.taken == 3 else method(self, *rest)
 
 launcher.GRACE = launcher.SAVING = 3
 if os.environ["RANK"] == "1":
@@ -70,49 +73,6 @@ def test_a_launcher_is_known_by_its_program_or_module():
     for line in ("vim accelerate_configs/ddp_bf16.yml", "bash -c accelerate", "/home/accelerate/venv/bin/python -m pytest",
                  "python train.py --out runs/accelerate", "", "python -m faithful train.py"):  # fmt: skip
         assert not launches(line.split()), line
-
-
-def test_ranks_end_with_their_launcher(tmp_path):
-    """Two ranks end when their launcher is killed: one that waits in C++ for the other, and one that ignores SIGTERM."""
-    held, out = tmp_path / "held", tmp_path / "run"
-
-    def before(rank):
-        from faithful.launch import launcher
-        from faithful.training.steps import Steps
-
-        launcher.launches, launcher.GRACE = lambda command: True, 1
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not pytest-timeout's
-        check = Steps.check
-
-        def hold(self, *rest):
-            if self.taken == 3 and rank == 1:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                held.touch()
-                time.sleep(600)
-            return check(self, *rest)
-
-        Steps.check = hold
-
-    if not (pid := os.fork()):  # stands for the launcher
-        ranks = Ranks("ddp_fp32", ["--output_dir", str(out), "--max_steps", "5", "--save_steps", "0"], before=before)
-        (tmp_path / "pids").write_text(" ".join(map(str, ranks.pids)))
-        time.sleep(600)
-        os._exit(1)
-    while not held.exists():
-        time.sleep(0.02)
-    ranks = [psutil.Process(int(number)) for number in (tmp_path / "pids").read_text().split()]
-    assert all(rank.is_running() for rank in ranks) and len(ranks) == 2
-    time.sleep(0.5)  # for rank 0 to come to where it waits
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    end = time.time() + 20
-    left = ranks
-    while left and time.time() < end:
-        time.sleep(0.05)
-        left = [rank for rank in left if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
-    for rank in left:
-        rank.kill()
-    assert not left
 
 
 SLOW = [

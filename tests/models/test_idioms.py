@@ -15,12 +15,9 @@ BOUNDS = {"single_fp32": 1e-4, "ddp_bf16": 0.05, "fsdp_bf16": 0.05, "single_fp8"
 CODES = "holds MS-AMP's codes: it can't be changed by"
 REFUSED = {  # (idiom, config): what the line says
     ("retained_graph", "ddp_bf16"): "the gradients were not averaged over the processes",
-    ("gradients_without_backward", "ddp_bf16"): "the gradients were not averaged over the processes",
     ("tied_later", "ddp_bf16"): "or do not replace it after prepare (a tied weight)",
     ("unused_layer", "ddp_bf16"): "a parameter got no gradient in the last backward pass",
     ("gradient_penalty", "fsdp_bf16"): "a second derivative (create_graph=True, a gradient penalty) needs weights that",
-    ("gradients_without_backward", "fsdp_bf16"): "torch.autograd.grad asks for gradients of shards",
-    ("gradients_without_backward", "single_fp8_msamp_o2"): "torch.autograd.grad",
     ("tied_later", "single_fp8_msamp_o2"): "second has the converted weight of another layer now",
     ("average", "fsdp_bf16"): "computes with sharded weights and whole tensors together",
     ("lbfgs", "single_fp8_msamp_o2"): "amp8 needs torch.optim.AdamW or Adam itself, not LBFGS",
@@ -28,11 +25,9 @@ REFUSED = {  # (idiom, config): what the line says
     ("gradient_penalty", "single_fp8_msamp_o2"): "a gradient of FP8 products has no derivative",
     ("new_optimizer", "single_fp8_msamp_o2"): "MS-AMP's levels take one optimizer for a model",
     ("sharpness_aware", "single_fp8_msamp_o2"): CODES,
-    ("decay_by_hand", "single_fp8_msamp_o2"): CODES,
     ("without_an_optimizer", "single_fp8_msamp_o2"): CODES,
-    ("swapped_for_evaluation", "single_fp8_msamp_o2"): CODES,
 }
-QUICK = [("gradients_without_backward", "ddp_bf16"), ("unused_layer", "ddp_bf16"), ("sharpness_aware", "fsdp_bf16"),
+QUICK = [("unused_layer", "ddp_bf16"), ("sharpness_aware", "fsdp_bf16"),
          ("earlier_state", "fsdp_bf16"), ("own_call", "fsdp_bf16"),
          ("clipping_by_hand", "fsdp_bf16"), ("wgan", "single_fp8"), ("cleared_state", "single_fp8_msamp_o2")]  # fmt: skip
 

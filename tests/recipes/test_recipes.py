@@ -5,12 +5,11 @@ import json
 import math
 import os
 import re
-import shutil
 
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, distance, metrics, recipe, record, train, weights
+from conftest import CONFIGS, ROOT, distance, metrics, recipe, record, refusal, resumed, train, weights
 
 from faithful.config import config_file, rules, settings as config_module
 from faithful.launch.machine import Machine
@@ -84,16 +83,13 @@ def questions(folder, count=60):
 @pytest.mark.parametrize(("name", "config"), list(matrix()))
 def test_rehearses(tmp_path, name, config):
     if name == "resnet" and "fp8" in config:  # its one Linear has ten classes
-        train(config, tmp_path / "run", *STEPS, name=name, code=2)
-        log = (tmp_path / "run.log").read_text()
+        log = refusal(config, tmp_path / "run", *STEPS, name=name)
         assert re.search(
             r"none of 1 Linear layers can be: fc: |finds no Linear to convert in (FSDP)?ResNet \(fc: ", log
         )
-        assert "Traceback" not in log
         return
     if config.startswith("zero") and name == "diffusion":  # it trains one model, and the average is a second
-        train(config, tmp_path / "run", *STEPS, name=name, code=2)
-        assert "trains one model, the script prepares several" in (tmp_path / "run.log").read_text()
+        assert "trains one model, the script prepares several" in refusal(config, tmp_path / "run", *STEPS, name=name)
     if "tp_" in config and name not in ("gpt", "sft", "dpo") or "_sp_" in config and name not in ("gpt", "sft"):
         train(config, tmp_path / "run", *STEPS, name=name, code=2)
         why = "has no plan for tensor parallel" if "tp_" in config else "is no ...ForCausalLM of transformers"
@@ -452,10 +448,7 @@ def test_a_resumed_run_of_texts_is_the_same_run(ragged, tmp_path, name):
     argv = ("--dataset", made, "--sequence_length", 32, "--dropout", 0.1)
     argv += ("--max_steps", 6, "--logging_steps", 1, "--save_steps", 3)
     whole = train("ddp_bf16", tmp_path / "whole", *argv, "--save_total_limit", 3, name=name)
-    part = tmp_path / "part"
-    shutil.copytree(whole, part, ignore=shutil.ignore_patterns("checkpoint-6", "model"))
-    train("ddp_bf16", part, *argv, "--resume_from_checkpoint", "latest", name=name)
-    assert metrics(part) == metrics(whole) and distance(part, whole) == 0
+    resumed("ddp_bf16", whole, *argv, name=name)
 
 
 def test_texts_with_classes_of_a_table_of_the_hub_and_of_pairs(tmp_path):

@@ -72,11 +72,6 @@ def accumulated(accelerator, model, optimizer):
     return model
 
 
-def plain(accelerator):
-    model, optimizer = start(accelerator)
-    return steps(accelerator, model, optimizer)
-
-
 def wgan(accelerator):
     """A critic with clipped weights is trained three times for each step of the generator."""
     critic, of_critic = start(accelerator)
@@ -182,17 +177,6 @@ def retained_graph(accelerator):
     return model
 
 
-def gradients_without_backward(accelerator):
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        parameters = list(model.parameters())
-        loss = loss_of(accelerator, model, step)
-        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    return model
-
-
 def own_scaler(accelerator):
     model, optimizer = start(accelerator)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -218,34 +202,6 @@ def scheduler_first(accelerator):
     optimizer = adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     return steps(accelerator, *accelerator.prepare(model, optimizer), between=lambda step: scheduler.step())
-
-
-def sum_of_losses(accelerator):
-    def loss(accelerator, model, step):
-        inputs, targets = batch(accelerator, step)
-        out = model(inputs)
-        return sum([F.mse_loss(out, targets), 0.1 * out.square().mean(), F.l1_loss(out, targets)])
-
-    return steps(accelerator, *start(accelerator), loss)
-
-
-def loss_itself(accelerator):
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(accelerator, model, step).backward()
-        optimizer.step()
-    return model
-
-
-def model_twice(accelerator):
-    """Two forward passes, then one backward pass, as of contrastive losses."""
-
-    def loss(accelerator, model, step):
-        inputs, targets = batch(accelerator, step)
-        return (model(inputs) - model(targets)).square().mean()
-
-    return steps(accelerator, *start(accelerator), loss)
 
 
 def frozen_norm(accelerator):
@@ -292,28 +248,6 @@ def unused_layer(accelerator):
     return accumulated(accelerator, model, optimizer)
 
 
-def best_again(accelerator):
-    """Goes back to the weights of an earlier epoch."""
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        if step == 1:
-            best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        if step == 3:
-            model.load_state_dict(best)
-        one_step(accelerator, model, optimizer, step)
-    return model
-
-
-def rate_by_hand(accelerator):
-    model, optimizer = start(accelerator)
-
-    def slower(step):
-        for group in optimizer.param_groups:
-            group["lr"] = LR / (step + 1)
-
-    return steps(accelerator, model, optimizer, before=slower)
-
-
 def thawed_by_a_group(accelerator):
     """A layer is frozen first, then thawed and given to the optimizer."""
     model = network()
@@ -348,39 +282,6 @@ def earlier_state(accelerator):
     return model
 
 
-def accumulation_by_hand(accelerator):
-    model, optimizer = start(accelerator)
-    return accumulated(accelerator, model, optimizer)
-
-
-def decay_by_hand(accelerator):
-    model, optimizer = start(accelerator)
-    return steps(accelerator, model, optimizer, after=lambda step: [p.data.mul_(0.9) for p in model.parameters()])
-
-
-def gradients_by_hand(accelerator):
-    """Between backward and step: scaled, and one set to zero."""
-    model, optimizer = start(accelerator)
-
-    def change(step):
-        for name, parameter in model.named_parameters():
-            parameter.grad.mul_(0.0 if name.endswith("2.weight") else 0.5)
-
-    return steps(accelerator, model, optimizer, between=change)
-
-
-def new_layer_values(accelerator):
-    """The last layer is initialized again in the middle."""
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        if step == 2:
-            last = accelerator.unwrap_model(model)[4]
-            nn.init.constant_(last.weight, 0.01)
-            nn.init.zeros_(last.bias)
-        one_step(accelerator, model, optimizer, step)
-    return model
-
-
 def new_optimizer(accelerator):
     """Another optimizer for the second half."""
     model, optimizer = start(accelerator)
@@ -388,19 +289,6 @@ def new_optimizer(accelerator):
         if step == 2:
             optimizer = accelerator.prepare(adam(model.parameters(), LR / 2))
         one_step(accelerator, model, optimizer, step)
-    return model
-
-
-def skipped_batches(accelerator):
-    """A batch whose loss is too large is left out after its backward pass."""
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        accelerator.backward(loss_of(accelerator, model, step))
-        if step % 2:
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
     return model
 
 
@@ -416,51 +304,12 @@ def without_an_optimizer(accelerator):
     return steps(accelerator, model, optimizer, between=update)
 
 
-def lookahead(accelerator):
-    """Slow weights, halfway to the fast ones after every two steps."""
-    model, optimizer = start(accelerator)
-    slow = [parameter.detach().clone() for parameter in model.parameters()]
-    for step in range(STEPS):
-        one_step(accelerator, model, optimizer, step)
-        if step % 2:
-            with torch.no_grad():
-                for kept, parameter in zip(slow, model.parameters(), strict=True):
-                    kept.add_(parameter - kept, alpha=0.5)
-                    parameter.copy_(kept)
-    return model
-
-
 def rate_of_a_layer(accelerator):
     """Groups with rates of their own."""
     model = network()
     groups = [{"params": model[0].parameters(), "lr": LR / 10}, {"params": model[2:].parameters()}]
     model, optimizer = accelerator.prepare(model, adam(groups))
     return steps(accelerator, model, optimizer)
-
-
-def hook_on_a_gradient(accelerator):
-    """A hook of a parameter, registered before `prepare`, halves its gradient."""
-    model = network()
-    model[2].weight.register_hook(lambda gradient: gradient * 0.5)
-    model, optimizer = start(accelerator, model=model)
-    return steps(accelerator, model, optimizer)
-
-
-def swapped_for_evaluation(accelerator):
-    """Other weights for an evaluation, then the own ones again."""
-    model, optimizer = start(accelerator)
-    for step in range(STEPS):
-        one_step(accelerator, model, optimizer, step)
-        with torch.no_grad():
-            own = [parameter.detach().clone() for parameter in model.parameters()]
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-            model.eval()
-            model(batch(accelerator, step)[0])
-            model.train()
-            for parameter, value in zip(model.parameters(), own, strict=True):
-                parameter.copy_(value)
-    return model
 
 
 def clipping_by_hand(accelerator):

@@ -54,5 +54,3 @@ def loop(
 
 if __name__ == "__main__":
     loop()
-    if sys.argv[3:] == ["exit"]:
-        sys.exit(3)

@@ -252,6 +252,8 @@ ROWS = [
     ("ddp_fp32", "inside", "calls the model inside DDP"),
     *((config, "inside", TRAINS) for config in ("fsdp_bf16", "zero2_bf16", "zero3_bf16")),
     ("ddp_fp32", "by_hand", "steps without accelerator.backward"),
+    ("single_fp8_msamp_o2", "by_hand", "torch.autograd.grad asks for the gradient of a converted weight"),
+    ("single_fp8", "by_hand", TRAINS),
     ("fsdp_bf16", "by_hand", "torch.autograd.grad asks for gradients of shards"),
     *((f"zero{stage}_bf16", "by_hand", "gradients that DeepSpeed neither averages nor keeps") for stage in (1, 2, 3)),
     ("ddp_fp32", "sharded", "Net is sharded before prepare()"),

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import shutil
 import weakref
 from types import SimpleNamespace
 
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from conftest import CONFIGS, distance, metrics, record, train, weights
+from conftest import CONFIGS, distance, metrics, record, resumed, train, weights
 from safetensors.torch import load_file
-from test_tp import STEPS, assert_estimated, in_float64, losses_and_norms, same_when_resumed
+from test_tp import STEPS, assert_estimated, in_float64, losses_and_norms
 from torch.utils.data import DataLoader
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -147,10 +146,7 @@ def test_training_is_one_process_s_and_is_resumed(tmp_path):
         assert made["evidence"]["share_per_process"].get(kind, 0.5) == pytest.approx(0.5, abs=0.02)
     line = "sft | zero3_sp x2 gloo, 50% of the optimizer state each, sequences in 2 slices | fp32"
     assert line in run.with_suffix(".log").read_text()
-    shutil.copytree(run, tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoint-6")
-    train(config(tmp_path), tmp_path / "again", *words, "--resume_from_checkpoint", "latest", name="sft")
-    assert metrics(tmp_path / "again") == metrics(run) and distance(tmp_path / "again", run) == 0
+    resumed(config(tmp_path), run, *words, name="sft")
     export.export(run, tmp_path / "out.safetensors", step=6)
     exported, saved = load_file(tmp_path / "out.safetensors"), weights(run)
     assert exported.keys() == saved.keys() and all(exported[key].equal(saved[key]) for key in saved)
@@ -171,7 +167,7 @@ def test_in_fewer_bits_it_trains_as_zero3_and_resumes(tmp_path, precision, most)
     # in 4 layers, forward and backward, half of q, k, v and the output of 4 rows of 32 tokens, in 16 bit
     exchanged = 4 * 2 * (128 + 64 + 64 + 128) * 4 * 32 * 2 / 2
     assert made["wire_bytes_per_step"] - theirs["wire_bytes_per_step"] == pytest.approx(exchanged, rel=0.02)
-    same_when_resumed(path, run, tmp_path / "again", *scaler)
+    resumed(path, run, *STEPS, *scaler, name="gpt")
     if path == "zero3_sp_fp8":
         assert_estimated(path, run)
 

@@ -6,9 +6,6 @@ import functools
 import io
 import json
 import math
-import os
-import shutil
-import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -17,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, Ranks, distance, launched, metrics, record, train, weights
+from conftest import CONFIGS, Ranks, distance, launched, metrics, record, resumed, signalled, train, weights
 from safetensors.torch import load_file
 from test_kept import run
 from torch.distributed.fsdp import fully_shard
@@ -167,20 +164,7 @@ def test_compiled_it_is_one_process_s_compiled_run(tmp_path):
 def test_stopped_by_sigterm_and_resumed_it_is_the_same_run(whole, tmp_path):
     run, _ = whole
 
-    def stop(rank):
-        from faithful import Accelerator
-        from faithful.training import steps
-
-        update, steps.AGREE_SECONDS = Accelerator.after_update, 0
-
-        def told(self, optimizer):
-            update(self, optimizer)
-            if rank == 1 and self.steps.taken == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        Accelerator.after_update = told
-
-    again = train("tp_bf16", tmp_path / "again", *STEPS, name="gpt", before=stop, code=143)
+    again = train("tp_bf16", tmp_path / "again", *STEPS, name="gpt", before=signalled(5, 1), code=143)
     assert [path.name for path in checkpoints.list_checkpoints(again)] == ["checkpoint-5", "checkpoint-3"]
     manifest = json.loads((again / "checkpoint-5" / checkpoints.MANIFEST).read_text())
     sizes = [entry["bytes"] for name, entry in manifest.items() if name.startswith("rank")]
@@ -220,15 +204,7 @@ def test_an_overflow_in_fp16_is_that_of_all_processes(tmp_path, hit):
     made = record(run)
     assert made["evidence"]["dtypes"]["linear_output"] == "float16"
     assert "fp16 compute, gradient scaler" in run.with_suffix(".log").read_text()
-    same_when_resumed("tp_fp16", run, tmp_path / "again", *scaler)
-
-
-def same_when_resumed(config, run, again, *words):
-    """Asserts that the run of STEPS, resumed from its step 3 as `again`, is the same."""
-    shutil.copytree(run, again)
-    shutil.rmtree(again / "checkpoint-6")
-    train(config, again, *STEPS, *words, "--resume_from_checkpoint", "latest", name="gpt")
-    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    resumed("tp_fp16", run, *STEPS, *scaler, name="gpt")
 
 
 def losses_and_norms(run):
@@ -249,7 +225,7 @@ def test_its_fp8_trains_as_one_process_s_and_resumes(tmp_path):
     assert made["linear_converted"] == 27 and left_out[0] == left_out[1]
     assert made["sharded"] and made["optimizer_owns_all"] and made["bytes_per_parameter"]["total"] == 16.0
     assert "skipped lm_head (272 is not a multiple of 32)" in run.with_suffix(".log").read_text()
-    same_when_resumed("tp_fp8", run, tmp_path / "again")
+    resumed("tp_fp8", run, *STEPS, name="gpt")
     assert "from checkpoint-6 (2 files)" in export.export(run, tmp_path / "out.safetensors", step=6)
     made, final = load_file(tmp_path / "out.safetensors"), weights(run)
     assert made.keys() == final.keys() and all(made[name].equal(final[name]) for name in made)

@@ -5,9 +5,7 @@ import importlib
 import importlib.util
 import json
 import math
-import os
 import shutil
-import signal
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +14,21 @@ import of_matrices as own
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, distance, launched, losses, metrics, record, train, weights
+from conftest import (
+    CONFIGS,
+    ROOT,
+    distance,
+    launched,
+    losses,
+    metrics,
+    record,
+    refusal,
+    resumed,
+    signalled,
+    train,
+    weights,
+)
 from safetensors.torch import load_file
-from test_run import poison
 
 from faithful import Accelerator
 from faithful.checkpoint import checkpoints
@@ -82,25 +92,6 @@ def test_each_process_holds_its_part(whole, stage):
     assert losses(whole(f"zero{stage}_bf16")) == pytest.approx(losses(whole("ddp_bf16")), rel=0.01)
 
 
-def told_to_stop(step, rank_hit):
-    """Called before the run: one rank alone gets SIGTERM before a backward."""
-
-    def before(rank):
-        from faithful import Accelerator
-        from faithful.training import steps
-
-        backward = Accelerator.backward
-
-        def patched(self, loss):
-            if self.steps.taken + 1 == step and rank == rank_hit:
-                os.kill(os.getpid(), signal.SIGTERM)
-            backward(self, loss)
-
-        Accelerator.backward, steps.AGREE_SECONDS = patched, 0
-
-    return before
-
-
 RESUMED = [*(f"zero{stage}_bf16" for stage in (1, 2, 3)),
            *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3_bf16_offload", "zero2_fp8", "zero3_fp8", "zero3_fp8_te"))]  # fmt: skip
 
@@ -108,7 +99,7 @@ RESUMED = [*(f"zero{stage}_bf16" for stage in (1, 2, 3)),
 @pytest.mark.parametrize("config", RESUMED)
 def test_stopped_and_resumed_is_the_same_run_and_exports_its_masters(whole, tmp_path, config):
     run = whole(config)
-    again = train(config, tmp_path / "again", *STEPS, "--save_steps", 0, before=told_to_stop(5, rank_hit=1), code=143)
+    again = train(config, tmp_path / "again", *STEPS, "--save_steps", 0, before=signalled(5, 1), code=143)
     assert record(again)["status"] == "preempted" and record(again)["error"] is None
     assert [path.name for path in checkpoints.list_checkpoints(again)] == ["checkpoint-5"]
     train(config, again, *STEPS, *LATEST)
@@ -133,10 +124,8 @@ def test_frozen_weights_are_those_of_the_checkpoint(whole, tmp_path, stage):
     argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1, "--freeze", 2, "--pretrained")
     start = shutil.copytree(whole("zero2_bf16"), tmp_path / "start")
     run = train(f"zero{stage}_bf16", tmp_path / "run", *argv, "--model", start)
-    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "model"))
     shutil.copy(whole("ddp_bf16") / "model" / "model.safetensors", start / "model")
-    train(f"zero{stage}_bf16", again, *argv, "--model", start, *LATEST)
-    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    resumed(f"zero{stage}_bf16", run, *argv, "--model", start, without="checkpoint-4")
     before, frozen = weights(whole("zero2_bf16")), "blocks.1.mlp.fc1.weight"
     assert weights(run)[frozen].equal(before[frozen].bfloat16()) and not weights(start)[frozen].equal(before[frozen])
 
@@ -144,9 +133,7 @@ def test_frozen_weights_are_those_of_the_checkpoint(whole, tmp_path, stage):
 def test_batch_norm_s_averages_are_those_of_the_checkpoint(tmp_path):
     argv = ("--max_steps", 4, "--save_steps", 2, "--logging_steps", 1)
     run = train("zero3_bf16", tmp_path / "run", *argv, name="resnet")
-    again = shutil.copytree(run, tmp_path / "again", ignore=shutil.ignore_patterns("checkpoint-4", "model"))
-    train("zero3_bf16", again, *argv, *LATEST, name="resnet")
-    assert metrics(again) == metrics(run) and distance(again, run) == 0
+    resumed("zero3_bf16", run, *argv, without="checkpoint-4", name="resnet")
     assert any(name.endswith("running_mean") for name in weights(run))
 
 
@@ -201,14 +188,6 @@ def test_transformers_models_start_from_the_same_weights(tmp_path):
     runs = [train(config, tmp_path / config, *argv, name="gpt") for config in ("ddp_bf16", "zero3_bf16_offload")]
     assert len({record(run)["evidence"]["initial_weights"] for run in runs}) == 1
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=0.01)
-
-
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step(tmp_path):
-    run = train("zero2_bf16", tmp_path / "run", *STEPS, before=poison(6, rank_hit=1), code=1)
-    log = (tmp_path / "run.log").read_text()
-    assert "error: step 6: loss [" in log and "checkpoint-4" in log and "Traceback" not in log
-    assert [path.name for path in checkpoints.list_checkpoints(run)] == ["checkpoint-4"]
-    assert len(losses(run)) == 5
 
 
 @pytest.mark.parametrize(("config", "converted"), [("zero2_fp8", 15), ("zero3_fp8", 15), ("zero3_fp8_te", 16)])
@@ -359,8 +338,7 @@ def with_optimizer(make, closure=None, hook=False, *options):
     ],
 )
 def test_an_optimizer_that_needs_more_than_flat_parts_is_refused(tmp_path, script, says):
-    train("zero2_bf16", tmp_path / "run", script=script, code=2)
-    log = (tmp_path / "run.log").read_text()
+    log = refusal("zero2_bf16", tmp_path / "run", script=script)
     assert log.count("refused: ") == 1 and says in log and "use a ddp or fsdp config" in log
 
 
