@@ -57,7 +57,10 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     """Raises an error if the optimizer was made before fully_shard, which replaces the parameters."""
     parameters = set(model.parameters())
     if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("the optimizer has parameters that the model no longer has: make it after fully_shard")
+        raise ValueError(
+            "the optimizer has parameters that the model no longer has: make it after fully_shard, as one call of "
+            "accelerator.prepare(model, optimizer) does"
+        )
 
 
 def check(

@@ -181,7 +181,7 @@ class WeightGradient:
         name, early = self.linear.name, ", or import amp8 before the code that takes an autograd function's `apply`"
         raise CodesRead(
             f"{name}.weight was used without calling {name}, as if its codes were values: leave the layer out "
-            f"(skip={name!r}){early if self.sharding is None else ''}"
+            f"(skip={name!r}; in a config file, skip: {name}){early if self.sharding is None else ''}"
         )
 
     def add(self, new: torch.Tensor) -> None:

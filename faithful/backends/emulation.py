@@ -38,7 +38,15 @@ from amp8.coded import refuse_a_derivative, refuse_transformed
 from amp8.compiled import output
 from amp8.scaling import E2M1, E4M3, E5M2
 from faithful.backends.base import Backend
-from faithful.backends.linear import in_bf16, in_fp8, linears_to_convert, size_multiple, skipped_linears, unlike_default
+from faithful.backends.linear import (
+    in_bf16,
+    in_fp8,
+    keep_state_apart,
+    linears_to_convert,
+    size_multiple,
+    skipped_linears,
+    unlike_default,
+)
 from faithful.config import fp8
 
 Tile = tuple[int | None, int | None]
@@ -253,6 +261,7 @@ def convert(
         module.__class__ = EmulatedLinear  # in place: the module and its parameters stay the same objects
         module = cast(EmulatedLinear, module)
         module.recipe, module.rounding, module.fp8 = recipe, how, True
+        keep_state_apart(module)
         if recipe == "nvfp4":
             module.number = zlib.crc32(name.encode())
             module.register_buffer("fp8_backwards", torch.zeros((), dtype=torch.int64))
@@ -271,8 +280,8 @@ class EmulatedLinear(nn.Linear):
     allowed: hardware takes multiples of 8, 16 or 32, but padding with rows of zeros changes nothing.
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
-    input, weight and grad_output. They are saved, so that a resumed run is the same run; to export plain weights drop
-    every key that starts with `fp8_` after its last dot. NVFP4 counts the backward passes in `fp8_backwards` for its
+    input, weight and grad_output. Checkpoints hold them, so that a resumed run is the same run; `state_dict` does not.
+    NVFP4 counts the backward passes in `fp8_backwards` for its
     random numbers: see `seed`.
     """
 

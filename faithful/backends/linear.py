@@ -13,6 +13,7 @@ from faithful import patches
 from faithful.config.fp8 import MX, MX_SCALES, SHARE
 from faithful.errors import Refused
 from faithful.models.layers import is_linear, linear_names
+from faithful.tensors.names import of_fp8
 
 ENDS = ("first", "last")  # in a skip list: the first and the last Linear in the order of model.modules()
 
@@ -23,6 +24,22 @@ def in_bf16() -> dict[str, Any]:
     scale MS-AMP's loss without unscaling the gradients."""
     patches.set_environment("ACCELERATE_FP8_BACKEND", None)
     return {"mixed_precision": "bf16"}
+
+
+def keep_state_apart(layer: nn.Module) -> None:
+    """Leaves the FP8 state of a layer out of the model's state_dict: it is the run's, and checkpoints have it. What a
+    script saves of the model itself, as by save_pretrained, has the names from before the conversion, and loads."""
+    layer.register_state_dict_post_hook(leave_out)
+    layer.register_load_state_dict_post_hook(not_missing)
+
+
+def leave_out(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for key in filter(of_fp8, (*layer._buffers, "_extra_state")):
+        state.pop(f"{prefix}{key}", None)
+
+
+def not_missing(layer: nn.Module, found: Any) -> None:
+    found.missing_keys[:] = [name for name in found.missing_keys if not of_fp8(name)]
 
 
 def skipped_by_config(model: nn.Module, skip: Sequence[str]) -> dict[str, str]:

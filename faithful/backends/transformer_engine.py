@@ -20,6 +20,7 @@ from faithful.backends.base import Backend
 from faithful.backends.linear import (
     in_bf16,
     in_fp8,
+    keep_state_apart,
     once_differentiable,
     size_multiple,
     skipped_linears,
@@ -77,6 +78,9 @@ class TransformerEngine(Backend):
                         device=child.weight.device,
                     )
                     adopt(parent, child_name, child, new)
+        for module in model.modules():
+            if type(module).__module__.startswith("transformer_engine."):
+                keep_state_apart(module)
         compute_in_fp8(te, plan, model)
         return skipped
 

@@ -23,7 +23,7 @@ from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import launcher, rank_sync
 from faithful.strategies.base import whole_tensor
-from faithful.tensors.names import parameters_of, plain_names, tensors_of, unwrapped
+from faithful.tensors.names import of_fp8, parameters_of, plain_names, tensors_of, unwrapped
 
 if TYPE_CHECKING:
     from faithful.strategies.base import Strategy
@@ -67,11 +67,6 @@ def whole(obj: Any, keep: bool) -> Any:
         return tensor.cpu() if keep else None
 
     return tree_map_only(DTensor, gathered, obj)
-
-
-def of_fp8(name: str) -> bool:
-    """Whether an entry of a state_dict is FP8 state: a scale, a history."""
-    return ".fp8_" in f".{name}" or name.endswith("_extra_state")
 
 
 def pieces(strategy: "Strategy", model: nn.Module) -> Pieces | None:

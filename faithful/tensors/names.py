@@ -75,6 +75,11 @@ def size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def of_fp8(name: str) -> bool:
+    """Whether an entry of a state_dict is FP8 state: a scale, a history."""
+    return ".fp8_" in f".{name}" or name.endswith("_extra_state")
+
+
 def fingerprint(model: nn.Module, frozen: bool = False) -> str | None:
     """A hash of the weights, or of the frozen ones alone, and their names. Runs of one seed have the same at the start,
     in any config. None if this process has no values of them (faithful/models/meta_init.py)."""

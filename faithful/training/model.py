@@ -112,7 +112,7 @@ def refuse_untrained(strategy: Strategy, models: list[PreparedModel], optimizers
     if processes > 1 and (strangers := sum(len(strategy.not_averaged(each, prepared)) for each in optimizers)):
         raise Refused(
             f"an optimizer updates {strangers} tensors that are in no prepared model: each process would "
-            "change them in its own way. Prepare their model, too"
+            "change them in its own way. Prepare their model, too, in the optimizer's call or before"
         )
     for evidence in trained:
         if lost := [name for name in evidence.left_out() if name in evidence.owned_before]:  # in its conversion
