@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 SMALLEST = 4096
 
 LARGEST = 1e19  # a gradient of which the square is finite in fp32
+MOMENTS = "exp_avg", "exp_avg_sq"
 SLICE = 1 << 17  # elements that a CPU updates at one time: their fp32 copies stay in a core's cache
 
 # The numbers of a parameter's step: factors of the stored w, g, m and v; Adam's; factors of what is stored afterwards.
@@ -300,6 +301,14 @@ class Adam(torch.optim.Optimizer):
             gradient.clear()
         super().zero_grad(set_to_none)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's Adam has it, so it loads into that one: moments are true values, and under fully_shard DTensors.
+        Their scales are beside them, with which `load_state_dict` finds the same codes."""
+        found = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        found["state"] = {at: true_moments(parameters[at], values) for at, values in found["state"].items()}
+        return found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the `state_dict()` of this optimizer, or of torch's Adam or AdamW with the same groups.
 
@@ -323,7 +332,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def adopt(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
-        """Loads the state of one parameter: our own state unchanged, plain moments rounded to this level's formats."""
+        """Loads the state of one parameter: ours with its scales, other moments rounded to this level's formats."""
         if "max_exp_avg_sq" in values:
             raise ValueError("amsgrad is not supported: its third moment has no place in MS-AMP's levels")
         linear = linear_of(parameter)
@@ -332,26 +341,34 @@ class Adam(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
         state = self.moments(parameter, group)
         state["step"].fill_(float(values["step"]))
-        m, v = values["exp_avg"], values["exp_avg_sq"]
-        if "amax" in values and "amax" in state:
-            for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "amax"):
-                state[key].copy_(values[key])
-            return
-        if "amax" in values:
-            m = scaling.dequantize(m, values["exp_avg_scale"])
-            v = scaling.dequantize(v, values["exp_avg_sq_scale"])
-        m, v = local(m), local(v)
-        if "amax" not in state:
-            state["exp_avg"].copy_(m)
-            state["exp_avg_sq"].copy_(v)
-            return
-        for i, (name, value) in enumerate((("exp_avg", m), ("exp_avg_sq", v))):
-            value = value.to(parameter.device).float()
-            amax = self.model_state.largest(scaling.amax(value))
-            scale = scaling.power_of_two_scale(amax, state[name].dtype)
-            state[name].copy_(scaling.quantize(value, scale, state[name].dtype))
+        ours = "amax" in values
+        for i, name in enumerate(MOMENTS):
+            value = local(values[name]).to(parameter.device).reshape(state[name].shape)
+            coded = ours and value.dtype != torch.float32  # as exact_state has them
+            if "amax" not in state:
+                state[name].copy_(scaling.dequantize(value, values[f"{name}_scale"]) if coded else value)
+                continue
+            amax = local(values["amax"])[i] if ours else self.model_state.largest(scaling.amax(value.float()))
+            scale = values[f"{name}_scale"] if ours else scaling.power_of_two_scale(amax, state[name].dtype)
+            scale = local(scale).to(parameter.device)
+            state[name].copy_(value if coded else scaling.quantize(value, scale, state[name].dtype))
             state[f"{name}_scale"].copy_(scale)
             state["amax"][i] = amax
+
+
+def true_moments(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter for a state_dict."""
+    moments = {name: state[name] for name in MOMENTS if name in state}
+    if "amax" in state:
+        moments = {name: scaling.dequantize(codes, state[f"{name}_scale"]) for name, codes in moments.items()}
+    moments = {name: moment.reshape(local(parameter).shape) for name, moment in moments.items()}
+    if local(parameter) is not parameter:
+        from torch.distributed.tensor import DTensor
+
+        whole = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+        place = parameter.device_mesh, parameter.placements
+        moments = {name: DTensor.from_local(moment, *place, **whole) for name, moment in moments.items()}
+    return state | moments
 
 
 def stacked(*lists: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -123,9 +123,9 @@ class Evidence:
     def refuse_what_is_not_there(self, layers: Layers) -> None:
         plan, record, skipped = self.plan, self.record, layers.skipped
         if plan.precision == "fp8" and not record["linear_converted"]:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3]) or f"{layers.model} has none"
+            why = "; ".join(f"{name or 'it'}: {reason}" for name, reason in skipped[:3]) or f"{layers.model} has none"
             raise Refused(
-                f"asked for fp8, but none of {layers.linear} Linear layers can be: {reasons}. "
+                f"asked for fp8, but none of {layers.linear} Linear layers can be: {why}. "
                 "Use a bf16 config, or see what fp8_config: skip: in the YAML leaves out"
             )
         expected = layers.linear - len(skipped)

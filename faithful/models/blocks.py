@@ -1,5 +1,7 @@
 """The blocks of a model: the layers that FSDP2 gathers, and torch.compile compiles, one by one."""
 
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -78,11 +80,27 @@ def compile_blocks(model: nn.Module, compiled_if: Callable[..., bool] | None = N
     if torch.backends.cpu.get_cpu_capability() == "AVX512":
         patches.replace("torch._inductor.config:cpp.simdlen", 256)
     compare_to_find_the_least()
+    for module in model.modules():
+        if callable(getattr(type(module), "save_pretrained", None)):  # transformers'
+            names = [*inspect.signature(type(module).forward).parameters]
+            if "use_cache" in names:
+                hook = functools.partial(without_cache, names.index("use_cache") - 1)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
     for block in blocks:
         block.compile(**options)
         if compiled_if:
             compiled: Any = block._compiled_call_impl
             block._compiled_call_impl = compiled_or_eager(block, compiled, compiled_if)
+
+
+def without_cache(at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """A hook: where a loss is computed and nobody asks for a cache of keys and values, the model makes none. Each block
+    has its own place in it, so torch would compile each one anew, and leave the ninth and all later ones as they are.
+    at: the position of `use_cache` among the arguments."""
+    asked = len(args) > at or kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
+    if asked or not (model.training or kwargs.get("labels") is not None):
+        return None
+    return args, kwargs | {"use_cache": False}
 
 
 def compare_to_find_the_least() -> None:

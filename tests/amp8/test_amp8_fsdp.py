@@ -20,7 +20,13 @@ from amp8_helpers import (
     train,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -664,6 +670,26 @@ def test_a_state_dict_holds_true_values_and_loads(rank, world):
     assert_equal(weights, weights_of(from_shards))
     with amp8.high_precision(model), torch.no_grad():
         assert torch.allclose(model(ids), plain(ids), atol=1e-6)
+
+
+def through_torchs_checkpoint(rank, world, folder, level):
+    """What Accelerate's save_fsdp_optimizer does, which transformers' Trainer calls. torch takes what is no DTensor for
+    a copy that each process has."""
+    model, optimizer = start(shard(net()), level)
+    train(model, optimizer, loss_of, range(3))
+    before = [{key: value.clone() for key, value in optimizer.state[p].items()} for p in model.parameters()]
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
+    train(model, optimizer, loss_of, range(3, 5))
+    found = get_optimizer_state_dict(model, optimizer)
+    dcp.load(found, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optimizer, found)
+    for parameter, state in zip(model.parameters(), before, strict=True):
+        assert_equal(optimizer.state[parameter], state)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_torchs_checkpoint_holds_the_moments_of_all_processes(tmp_path, level):
+    run_ranks(2, through_torchs_checkpoint, str(tmp_path), level)
 
 
 # What was measured ---------------------------------------------------------------------------------------------------

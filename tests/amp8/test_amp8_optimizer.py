@@ -201,6 +201,23 @@ def test_state_dict_keeps_dtypes_and_values(level, tmp_path):
         assert_equal(optimizer.state[p], fresh.state[q])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plain_adam_takes_over_its_moments(level):
+    """As a run that goes on in bf16: codes would be taken for values."""
+    model, optimizer = start(net(), level)
+    train(model, optimizer, loss_of, range(2))
+    plain = net()
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    adam.load_state_dict(optimizer.state_dict())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        ours, theirs = optimizer.state[p], adam.state[q]
+        for name in ("exp_avg", "exp_avg_sq"):
+            true = ours[name].float() / ours.get(f"{name}_scale", 1)
+            assert theirs[name].equal(true.view(q.shape)) and true.any()
+        q.grad = torch.ones_like(q)
+    adam.step()
+
+
 def test_takes_over_the_moments_of_a_plain_adam():
     model = net()
     caller = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT, record, train
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from faithful import Accelerator, patches
 from faithful.models.blocks import compile_blocks, repeated
@@ -48,6 +49,27 @@ def test_each_kind_of_block_stays_compiled_in_training_evaluation_and_the_last_b
             for block, size in zip(model, sizes, strict=True):
                 block(torch.randn(batch, size))
     assert not counters["unimplemented"] and counters["stats"]["unique_graphs"] == 3 * len(set(sizes))
+
+
+@torch._dynamo.config.patch(recompile_limit=8)
+@pytest.mark.parametrize("given", [{}, {"use_cache": True}])
+def test_the_blocks_of_a_decoder_share_one_compiled_graph(monkeypatch, replaced, given):
+    """Each has its own place in a cache of keys and values, which transformers makes in training, too."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=10, num_key_value_heads=2, **sizes))
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    expected = model(ids, labels=ids).loss
+    compile_blocks(model)
+    counters.clear()
+    for training in (True, False):
+        model.train(training)
+        with torch.set_grad_enabled(training):
+            found = model(ids, labels=ids, **given)
+        assert found.loss.equal(expected) and bool(given) == (found.past_key_values is not None)
+    assert (counters["stats"]["unique_graphs"] == 2) == (not given), "torch compiles 8 of the 10, and no evaluation"
+    assert model(ids).past_key_values is not None, "a script that generates by itself"
 
 
 class Residual(nn.Module):

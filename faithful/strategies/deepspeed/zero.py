@@ -571,7 +571,7 @@ def with_checkpoints_of_its_own(engine: "DeepSpeedEngine", held: Held) -> None:
         if held.fragments.apart:
             raise Refused(
                 "DeepSpeed's own checkpoint has one step counter for all parameters, and some of them got no gradient "
-                "in a step: call accelerator.save_state"
+                "in a step: call accelerator.save_state (transformers' Trainer calls this one: save_only_model=True)"
             )
         held.take_weights()
         with held.working():
