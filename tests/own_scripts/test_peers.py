@@ -23,9 +23,14 @@ def test_what_passes_with_accelerates_class_passes_with_ours():
     ours = peer_tests.table(files, scripts, folder, classes=["faithful"], left_out=left_out)["faithful"]
     assert len(ours.keys() & passing) > 200
     lost = {name: why for name, why in ours.items() if why is not None and name in passing - known}
-    if lost:  # perhaps Accelerate's own class does not pass them here either
+    if (
+        lost
+    ):  # on a busy machine gloo's processes may lose each other; or Accelerate's own class does not pass them here
         files = [file for file in files if any(name.startswith(file.name) for name in lost)]
         scripts = [script for script in scripts if any(name.startswith(script) for name in lost)]
-        theirs = peer_tests.table(files, scripts, folder, classes=["accelerate"], left_out=left_out)["accelerate"]
-        lost = {name: why for name, why in lost.items() if theirs.get(name, "not run") is None}
+        again = peer_tests.table(files, scripts, folder, left_out=left_out)
+        theirs, ours = again["accelerate"], again["faithful"]
+        lost = {
+            name: why for name in lost if (why := ours.get(name, "not run")) and theirs.get(name, "not run") is None
+        }
     assert not lost
