@@ -109,7 +109,7 @@ def test_a_comparison_says_how_long_it_will_take(tmp_path, monkeypatch):
               "args": {"model": "vit_nano", "dataset": "digits", "gradient_accumulation_steps": 1}}  # fmt: skip
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "run.json").write_text("")
-    monkeypatch.setattr(compare, "ROOT", tmp_path / "none")
+    monkeypatch.setattr(compare.find, "RUNS", tmp_path / "none")  # in which other tests run meanwhile
     monkeypatch.setattr(compare.records, "read", lambda folder: {"record": record})
     said = compare.how_long([1] * 10, find.recipe("vit"), ["--max_steps", "200"], tmp_path)
     assert said.startswith("about 21 min in all, if a run takes what ") and said.endswith("/a took")
