@@ -281,8 +281,7 @@ class EmulatedLinear(nn.Linear):
 
     Delayed scaling keeps its state in the buffers `fp8_amax_history` [amax_history_len, 3] and `fp8_scale` [3], for
     input, weight and grad_output. Checkpoints hold them, so that a resumed run is the same run; `state_dict` does not.
-    NVFP4 counts the backward passes in `fp8_backwards` for its
-    random numbers: see `seed`.
+    NVFP4 counts the backward passes in `fp8_backwards` for its random numbers: see `seed`.
     """
 
     recipe: str

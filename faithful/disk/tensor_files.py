@@ -28,6 +28,7 @@ NAMES = {
 
 
 def can_hold(tensor: torch.Tensor) -> bool:
+    """Whether safetensors has its layout and dtype."""
     return tensor.layout == torch.strided and tensor.dtype in NAMES
 
 

@@ -97,7 +97,8 @@ def without_cache(at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict
     """A hook: where a loss is computed and nobody asks for a cache of keys and values, the model makes none. Each block
     has its own place in it, so torch would compile each one anew, and leave the ninth and all later ones as they are.
     at: the position of `use_cache` among the arguments."""
-    asked = len(args) > at or kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
+    names = ("use_cache", "cache", "past_key_values")  # the last one was the second's name before transformers 5.24
+    asked = len(args) > at or any(kwargs.get(name) is not None for name in names)
     if asked or not (model.training or kwargs.get("labels") is not None):
         return None
     return args, kwargs | {"use_cache": False}

@@ -272,7 +272,7 @@ class Strategy:
         """Raises Refused if processes that each hold the whole model hold different ones. Every process calls it."""
 
     def in_backward(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        """Around the backward passes before the first update. Raises Refused if gradients are used too early."""
+        """Around backward passes before the first update. Raises Refused if an optimizer steps in one, too early."""
         return nullcontext()
 
     def order(self, model: nn.Module) -> list[int]:
