@@ -9,11 +9,11 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from faithful.config.keys import on
 from faithful.disk.names import printable
 from faithful.errors import Refused
 
 ASKED, NAME, PRIVATE = "FAITHFUL_PUSH_TO_HUB", "FAITHFUL_HUB_MODEL_ID", "FAITHFUL_HUB_PRIVATE_REPO"
-TRUE = ("1", "true", "yes", "on")
 
 
 class NotPushed(Exception):
@@ -21,7 +21,7 @@ class NotPushed(Exception):
 
 
 def asked() -> bool:
-    return os.environ.get(ASKED, "").lower() in TRUE
+    return on(os.environ.get(ASKED))
 
 
 def repository(folder: Path) -> str | None:
@@ -37,7 +37,7 @@ def repository(folder: Path) -> str | None:
         )
     if huggingface_hub.get_token() is None:
         raise Refused(f"{wanted} needs a token of the Hugging Face Hub: `hf auth login`, or set HF_TOKEN")
-    private = os.environ.get(PRIVATE, "").lower() in TRUE or None  # None: as the owner's settings have it
+    private = on(os.environ.get(PRIVATE)) or None  # None: as the owner's settings have it
     try:
         made = reached(lambda: huggingface_hub.create_repo(name, private=private, exist_ok=True))
     except NotPushed as error:

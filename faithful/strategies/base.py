@@ -31,6 +31,7 @@ Pieces = dict[str, tuple[torch.Tensor, Callable[[], torch.Tensor]]]  # see Strat
 
 
 SAVED = ("weight", "optimizer", "counter", "class")  # the kinds of Shard that a checkpoint holds
+SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may compute, or sum, in a different order
 
 
 class Shard(NamedTuple):

@@ -13,13 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from faithful import patches
 from faithful.errors import Refused
-from faithful.strategies.base import Strategy
+from faithful.strategies.base import SAME_NORM, Strategy
 from faithful.tensors.names import parameters_of
 
 if TYPE_CHECKING:
     from accelerate.utils import GradScalerKwargs
 
-SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may compute in a different order
 EARLY = (
     "an optimizer steps in a hook of a backward pass, before DDP has averaged gradients: step after backward, or use "
     "an fsdp config"

@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 
 from faithful.errors import Diverged, Refused
 from faithful.launch import process
+from faithful.strategies.base import SAME_NORM
 
 AGREE_SECONDS = 0.1
 WARMUP_STEPS = 3  # not timed: they allocate, compile and count
-SAME_NORM = 1 + 1e-5  # largest ratio of equal norms: machines may sum in a different order
 SMALLEST_SCALE = 2**-14  # of a gradient scaler; below it, a smaller scale does not cure an overflow
 EXACT = 1 << 24  # integers below it are exact in fp32
 APART = (
