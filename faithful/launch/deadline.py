@@ -125,13 +125,12 @@ def stands() -> str | None:
     mine = stand()
     if not launcher.is_distributed():
         return mine
-    store, rank, end = launcher.store(), dist.get_rank(), time.monotonic() + ANSWERS
+    store, rank = launcher.store(), dist.get_rank()
     store.set(f"stands/{rank}", mine)
     keys = [f"stands/{other}" for other in range(dist.get_world_size())]
-    while time.monotonic() < end and not store.check(["stands"] if rank else keys):
-        time.sleep(0.05)
+    come = launcher.until(lambda: store.check(["stands"] if rank else keys), time.monotonic() + ANSWERS)
     if rank:
-        return None if store.check(["stands"]) else mine
+        return None if come else mine
     each = [store.get(key).decode() if store.check([key]) else None for key in keys]
     store.set("stands", "")
     return "; ".join(said or f"rank {other} does not answer" for other, said in enumerate(each))

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
+from faithful.config import settings
 from faithful.config.rules import port_in_use
-from faithful.config.settings import timeout_seconds
 from faithful.errors import Alone, Refused
 from faithful.launch import printing
 
@@ -262,12 +262,8 @@ def rendezvous(timeout: datetime.timedelta) -> None:
     serves = rank == 0 and not by_launcher
     if serves and port_in_use(port):
         raise Alone(f"port {port} of this machine is in use, by another run perhaps: choose another one")
-    while not serves and not is_listening(address, port):
-        if time.monotonic() > end:
-            raise Alone(
-                f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?"
-            )
-        time.sleep(0.1)
+    if not serves and not until(lambda: is_listening(address, port), end):
+        raise Alone(f"rank {rank}: nothing answered at {address}:{port} {within}: is rank 0, or its launcher, there?")
     # multi_tenant: torch's init_process_group makes a store at the same address, and both are served by one server.
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     store = served(address, port, options) if serves else dist.TCPStore(address, port, is_master=False, **options)
@@ -278,11 +274,9 @@ def rendezvous(timeout: datetime.timedelta) -> None:
     store.set(f"came/{rank}", f"{os.getpid()} {pid_namespace()}")
     store.add("came", 1)
     # Adding 0 reads the counter at once. get() would wait for a key, with a message that names no rank.
-    while store.add("came", 0) < world:
-        if time.monotonic() > end:
-            missing = [str(other) for other in range(world) if not store.check([f"came/{other}"])]
-            raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
-        time.sleep(0.05)
+    if not until(lambda: store.add("came", 0) >= world, end):
+        missing = [str(other) for other in range(world) if not store.check([f"came/{other}"])]
+        raise Alone(f"rank {rank}: of {world} processes, rank {', '.join(missing)} did not come {within}")
     first = rank - int(os.environ["LOCAL_RANK"])
     for other in range(first, min(world, first + int(os.environ.get("LOCAL_WORLD_SIZE", world)))):
         pid, _, where = store.get(f"came/{other}").decode().partition(" ")
@@ -346,7 +340,7 @@ def keep_timeout() -> None:
     import torch.distributed as dist
 
     if "COLLECTIVE_TIMEOUT" in os.environ and dist.is_available() and dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds()))
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=settings.timeout_seconds()))
 
 
 def is_distributed() -> bool:
@@ -361,22 +355,22 @@ def calls(what: str) -> Iterator[int]:
     return itertools.count()
 
 
-def wait_for_all(what: str, value: Any = None) -> list[Any]:
+def wait_for_all(what: str, value: Any = None, world: int | None = None) -> list[Any]:
     """Waits until every process is here, in any thread. Returns the `value` of each, JSON. A collective would end the
     run after COLLECTIVE_TIMEOUT, and NCCL with an abort: this waits LONGEST seconds, for work that takes one process
-    much longer than others, and raises Alone then, or ConnectionError if a process of this machine ends before."""
+    much longer than others, and raises Alone then, or ConnectionError if a process of this machine ends before. world:
+    the number of processes, where there is no process group yet."""
     import torch.distributed as dist
 
-    if not is_distributed():
+    if not (world or is_distributed()):
         return [value]
-    rank, world, end = dist.get_rank(), dist.get_world_size(), time.monotonic() + LONGEST
+    rank, world, end = settings.rank(), world or dist.get_world_size(), time.monotonic() + LONGEST
     call = f"here/{what}/{next(calls(f'here/{what}'))}"
     store().set(f"{call}/{rank}", json.dumps(value))
     if store().add(f"{call}/come", 1) == world:  # the last one collects the values, so that each reads one key
         values = [json.loads(store().get(f"{call}/{other}")) for other in range(world)]
         store().set(f"{call}/all", json.dumps(values))
-    until(lambda: store().check([f"{call}/all"]), end, lambda: bool(ended_without(call)))
-    if not store().check([f"{call}/all"]):
+    if not until(lambda: store().check([f"{call}/all"]), end, lambda: ended_without(call)):
         if time.monotonic() > end:
             raise Alone(f"rank {rank}: the other processes did not come in {LONGEST} s to {what}")
         raise ConnectionError("Connection was likely closed by peer")  # as gloo says it
@@ -393,15 +387,16 @@ def wait_for_all(what: str, value: Any = None) -> list[Any]:
     return values
 
 
-def until(done: Callable[[], bool], end: float, gives_up: Callable[[], object]) -> None:
-    """Waits until `done`, or until the time `end`, or `gives_up`, which is asked once in a second."""
+def until(done: Callable[[], bool], end: float, gives_up: Callable[[], object] = lambda: False) -> bool:
+    """Waits until `done`, or until the time `end`, or `gives_up`, which is asked once in a second. Returns `done`."""
     asked = time.monotonic()
     while not done() and time.monotonic() < end:
         if time.monotonic() > asked + 1:
             asked = time.monotonic()
             if gives_up():
-                return
+                break
         time.sleep(0.01)
+    return done()
 
 
 def ended_without(call: str, what: str = "") -> int:

@@ -78,11 +78,8 @@ def all_skip() -> bool:
     import torch.distributed as dist
 
     store, call = launcher.store(), f"all_skip/{next(launcher.calls('all_skip'))}"
-    come, end = store.add(call, 1), time.monotonic() + SKIPS
-    while come < dist.get_world_size() and time.monotonic() < end:
-        time.sleep(0.05)
-        come = store.add(call, 0)
-    return come >= dist.get_world_size()
+    store.add(call, 1)
+    return launcher.until(lambda: store.add(call, 0) >= dist.get_world_size(), time.monotonic() + SKIPS)
 
 
 def others_come(call: str, what: str, needed: bool) -> bool:

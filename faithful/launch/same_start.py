@@ -12,7 +12,6 @@ import re
 import socket
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -106,16 +105,11 @@ def compare(plan: Mapping[str, object], world: int) -> None:
     compared.add(os.getpid())
     store, rank = launcher.store(), settings.rank()
     store.set(f"started/{rank}", json.dumps([socket.gethostname(), here(plan)]))
+    line = ""
     if rank == 0:
         told = [json.loads(store.get(f"started/{other}")) for other in range(world)]
         line = difference([started for _, started in told], [host for host, _ in told])
-        store.set("started", line)
-    else:
-        line = store.get("started").decode()
-        store.add("started/read", 1)
-    end = time.monotonic() + 10  # the store may be this process's, and end with it: by this line, or by a refusal after
-    while rank == 0 and store.add("started/read", 0) < world - 1 and time.monotonic() < end:
-        time.sleep(0.01)
+    line, *_ = launcher.wait_for_all("start", line, world)
     if line:
         raise Different(line)
 
