@@ -28,7 +28,6 @@ SECONDS = 20  # until a run that was told to stop must: torch's launcher kills i
 AGAIN = 5  # the same after a second Ctrl-C
 ANSWERS = 4  # seconds in which the other processes say where they stand
 OTHERS = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
-left_at = ""  # where the main thread stood before a second Ctrl-C
 pipe: int | None = None  # from which the thread reads the signals
 
 
@@ -73,8 +72,7 @@ def wait(
     newest: Callable[[], Run | None],
     end: Callable[[int, float], object],
 ) -> None:
-    global left_at
-    number, told, since, again, seconds, place = 0, 0.0, 0.0, False, float(SECONDS), ""
+    number, told, since, again, seconds = 0, 0.0, 0.0, False, float(SECONDS)
     while True:
         came = os.read(pipe, 1)[0] if select.select([pipe], [], [], 0.1 if number else None)[0] else 0
         now, run = time.monotonic(), newest()
@@ -82,10 +80,7 @@ def wait(
             number, told, since = came, now, now
             seconds = max(SECONDS, 3 * max(run.steps.times[-9:], default=0)) if run else SECONDS  # of steps
         elif number == signal.SIGINT and came in (signal.SIGINT, signal.SIGTERM) and now > told + 1 and not again:
-            again, since, seconds, left_at = True, now, AGAIN, place
-            if launcher.is_distributed():
-                within(ANSWERS, lambda place=place: launcher.store().set(f"left/{settings.rank()}", place))
-        place = stand() if number else place
+            again, since, seconds = True, now, AGAIN
         if launcher.state["writing"] or (run and run.stopping and not again):
             since = now
         if number and now > min(since + seconds, told + launcher.SAVING):
@@ -134,18 +129,6 @@ def stands() -> str | None:
     each = [store.get(key).decode() if store.check([key]) else None for key in keys]
     store.set("stands", "")
     return "; ".join(said or f"rank {other} does not answer" for other, said in enumerate(each))
-
-
-def left() -> str:
-    """Where each process stood before the second Ctrl-C, as far as the main process knows a moment later."""
-    import torch.distributed as dist
-
-    keys = [f"left/{rank}" for rank in range(dist.get_world_size())] if launcher.is_distributed() else []
-    end, each, store = time.monotonic() + 1, [""], launcher.store() if keys else None
-    while time.monotonic() < end and not all(each):
-        each = [store.get(key).decode() if store.check([key]) else "" for key in keys] if store else [left_at]
-        time.sleep(0.05)
-    return "".join(f"{place}; " for place in each if place)
 
 
 def end_the_stopped() -> None:

@@ -465,9 +465,8 @@ def print_error_line(
         if print_error:
             ignore_ctrl_c()
         if settings.rank() == 0 and not (run and run.stopping):
-            where = deadline.left() if stop_asked else ""
             how = run.how_to_go_on() if run else "nothing was saved"
-            print(f"interrupted: {where}{how}", file=sys.stderr, flush=True)
+            print(f"interrupted: {how}", file=sys.stderr, flush=True)
     elif error and error.startswith((ENDED, SILENT)):
         if first_of_machine() and (error == ENDED or error.startswith(SILENT)):
             print(f"error: {error}", file=sys.stderr, flush=True)
