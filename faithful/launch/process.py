@@ -9,7 +9,6 @@ in a run of several processes os._exit does, because torch may wait for the othe
 import atexit
 import builtins
 import contextlib
-import ctypes
 import dis
 import functools
 import io
@@ -41,8 +40,6 @@ left: SystemExit | None = None  # of the newest sys.exit(), exit() or quit(), or
 too_late = False  # whether a thread ends this process
 guarded: int | None = None  # the id of the process that `install_hooks` has prepared
 ended = False  # whether its record is closed
-on_terminate: list[Callable[[], None]] = []  # C++'s std::terminate calls it
-MISMATCH = b"N4gloo13EnforceNotMetE"  # gloo::EnforceNotMet, as C++ names it
 scripts_handlers: set[signal.Signals] = set()  # signals whose handler is the script's own
 
 
@@ -244,7 +241,6 @@ def watch_others(newest: Newest) -> None:
     process alone, of a sample say, may come before the first step."""
     if not interactive():
         rank_sync.watch(functools.partial(end_stuck, newest))
-        end_on_mismatch(functools.partial(end_mismatched, newest))
 
 
 def asks_to_stop(number: int) -> bool:
@@ -255,41 +251,6 @@ def end_late(newest: Newest, number: int, seconds: float) -> None:
     """Ends this process after a signal, when its main thread has not."""
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     end_here(newest(), f"{name}: the run did not stop in {seconds:.0f} s", "", 128 + number)
-
-
-def end_on_mismatch(end: Callable[[], object]) -> None:
-    """Calls `end` when gloo gets data of another size than this process waits for, in a thread of its own: an exception
-    of C++ that nothing catches. Others abort this process, as without us."""
-    if on_terminate or not launcher.is_distributed() or sys.platform != "linux":
-        return
-    library, handler = ctypes.CDLL("libstdc++.so.6"), ctypes.CFUNCTYPE(None)
-    kind_of = library.__cxa_current_exception_type
-    replace = library._ZSt13set_terminatePFvvE  # std::set_terminate, which returns the handler before
-    kind_of.restype, replace.argtypes, replace.restype = ctypes.c_void_p, [handler], handler
-
-    def called() -> None:
-        kind = kind_of()  # std::type_info: a pointer to a table, and one to the name
-        if kind and ctypes.c_char_p.from_address(kind + ctypes.sizeof(ctypes.c_void_p)).value == MISMATCH:
-            end()
-        before()
-
-    on_terminate.append(handler(called))
-    before = replace(on_terminate[0])
-    atexit.register(replace, before)
-
-
-def end_mismatched(newest: Newest) -> None:
-    """Ends this process after that."""
-    said = (
-        "the processes have used different parts of the model, an expert without tokens perhaps, one has called it "
-        "without the others, as for a validation, or they call collectives with tensors of different sizes: "
-        f"{deadline.stand()}, and gets data of another size: call the model on all of them, {EACH_PART}"
-    )
-    with contextlib.suppress(RuntimeError):
-        launcher.store().set("mismatch", said)
-    printing.at_once(f"refused: {printing.plain(said)}\n")
-    deadline.within(deadline.ANSWERS, lambda: close_record(newest(), said, 2), sys.stdout.flush, sys.stderr.flush)
-    os._exit(2)
 
 
 def end_stuck(newest: Newest) -> None:
@@ -468,7 +429,7 @@ def print_error_line(
             how = run.how_to_go_on() if run else "nothing was saved"
             print(f"interrupted: {how}", file=sys.stderr, flush=True)
     elif error and error.startswith((ENDED, SILENT)):
-        if first_of_machine() and (error == ENDED or error.startswith(SILENT)):
+        if first_of_machine():
             print(f"error: {error}", file=sys.stderr, flush=True)
     elif print_error:
         print_error(problem)
@@ -504,19 +465,12 @@ def lost_peer(problem: BaseException, error: str) -> str | None:
     # Messages of gloo, of data loaders, of NCCL and of the launcher's store.
     over = "by peer|signal: Terminated|connectFullMesh|Connection was likely closed|remote process exiting"
     if re.search(over + "|communicator was aborted", error):
-        return f"{ENDED}: {said}" if (said := of_mismatch()) else ENDED
+        return ENDED
     silent = re.search("Timed out waiting|Application timeout|Watchdog caught collective operation", error)
     if silent or type(problem).__name__ == "DistStoreError":
         waited = f"in {settings.timeout_seconds()} s (COLLECTIVE_TIMEOUT)"
         return f"{SILENT} {waited}: it, its machine or the link is gone"
     return None
-
-
-def of_mismatch() -> str:
-    """What `end_mismatched` has said in another process, or ""."""
-    with contextlib.suppress(RuntimeError):  # the main process has ended, which serves the store
-        return launcher.store().get("mismatch").decode() if launcher.store().check(["mismatch"]) else ""
-    return ""
 
 
 def may_print() -> bool:

@@ -181,7 +181,7 @@ LINES = {
     "faithful/config": 1850,  # rules of zero3_sp
     "faithful/disk": 700,
     "faithful/evidence": 900,
-    "faithful/launch": 1800,  # processes that use different parts of a model; a refusal that a script catches to exit
+    "faithful/launch": 1750,  # processes that use different parts of a model; a refusal that a script catches to exit
     "faithful/models": 1050,  # torch.save of shards, to one file, too; hooks that a copy of a model does not have
     "faithful/saving": 1100,  # puts whole weights together for every strategy; what a module adds to its state_dict
     "faithful/scripts": 200,  # a Trainer's resume under tp; saves of the main process alone, named early
