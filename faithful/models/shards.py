@@ -6,10 +6,9 @@ Where an index selects along the sharded dimension, torch gathers the tensor and
 `float()` give would be that of this process's part: `weight.grad.norm().item()`. Here it is that of the whole tensor.
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +26,6 @@ WHOLE = (
     "on all of them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model; for "
     "an optimizer's state, accelerator.save_state"
 )
-parts_are_meant = False  # by who calls torch.save
 copies = 0  # how often this process has written a whole tensor into a shard, which all do as often
 ROW = "DTensor.__setitem__, data, item, methods that change it"
 OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
@@ -53,7 +51,7 @@ def take_writes() -> None:
 
 def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
     """torch.save, which writes this process's part of a DTensor: fine where each process has a file of its own."""
-    if not parts_are_meant and any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
+    if any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
         need_all_for("torch.save")
         path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # of an open file
         paths = gather_object([os.path.realpath(path)] if isinstance(path, str | os.PathLike) else [])
@@ -62,17 +60,6 @@ def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kw
                 f"several processes write their parts of sharded tensors to {path}, where one would be left: {WHOLE}"
             )
     save(obj, f, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def meaning_parts() -> Iterator[None]:
-    """Within it the main process alone writes its part of shards: what reads it knows that."""
-    global parts_are_meant
-    parts_are_meant = True
-    try:
-        yield
-    finally:
-        parts_are_meant = False
 
 
 def need_all_for(call: str) -> None:

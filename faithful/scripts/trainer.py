@@ -6,7 +6,7 @@ There transformers raises an error, although its Trainer only hands the precisio
 TrainingArguments(deepspeed=) would set DeepSpeed up before an Accelerator can say that this is the config's.
 
 Trainer.save_model writes what `from_pretrained` loads, in every config. The optimizer in its checkpoints is that of the
-main process, which under tensor parallel is no whole one.
+main process, so it is refused under tensor parallel, where that is no whole one.
 """
 
 import importlib.util
@@ -31,6 +31,9 @@ SAVE = "transformers.trainer:Trainer.save_model"
 RESUME = "transformers.trainer:Trainer._load_optimizer_and_scheduler"
 OPTIMIZER_OF = "transformers.trainer:Trainer._save_optimizer_and_scheduler"
 OPTIMIZER = "optimizer.pt"  # in a checkpoint
+IN_PARTS = (
+    "under tp each process holds a part of the optimizer, and transformers' Trainer saves and loads the main process's"
+)
 
 
 def change() -> None:
@@ -86,27 +89,29 @@ def save_whole(module: ModuleType) -> None:
     save, load = module.Trainer._save_optimizer_and_scheduler, module.Trainer._load_optimizer_and_scheduler
 
     def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        plan = getattr(self.accelerator, "plan", None)
-        if plan is None or plan.strategy != "tp":
-            return save(self, output_dir)
-        from faithful.models import shards  # only a strategy that shards loads it
-
-        with shards.meaning_parts():
-            save(self, output_dir)
+        if under_tp(self):
+            raise Refused(
+                f"{IN_PARTS}: pass save_only_model=True to TrainingArguments, or use a ddp or fsdp config, whose "
+                "checkpoints are whole"
+            )
+        save(self, output_dir)
 
     def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        plan = getattr(self.accelerator, "plan", None)
-        if plan and plan.strategy == "tp" and checkpoint and Path(checkpoint, OPTIMIZER).exists():
+        if checkpoint and under_tp(self) and Path(checkpoint, OPTIMIZER).exists():
             raise Refused(
-                f"{Path(checkpoint, OPTIMIZER)} has the optimizer of the main process alone, which under tp is a part "
-                "of it: begin anew with the model of this checkpoint (from_pretrained), or train under a ddp or fsdp "
-                "config, whose checkpoints are whole"
+                f"{Path(checkpoint, OPTIMIZER)}: {IN_PARTS}: begin anew with the model of this checkpoint "
+                "(from_pretrained), or train under a ddp or fsdp config"
             )
         load(self, checkpoint)
 
     patches.replace(SAVE, save_model)
     patches.replace(OPTIMIZER_OF, save_optimizer_and_scheduler)
     patches.replace(RESUME, load_optimizer_and_scheduler)
+
+
+def under_tp(trainer: Any) -> bool:
+    plan = getattr(trainer.accelerator, "plan", None)
+    return plan is not None and plan.strategy == "tp"
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {

@@ -17,6 +17,7 @@ from faithful import __main__ as door
 from faithful.checkpoint import checkpoints
 from faithful.launch import rank_sync
 from faithful.scripts.alone import calls_alone
+from faithful.scripts.trainer import IN_PARTS, OPTIMIZER
 
 CLIENTS = ROOT / "tests" / "clients"
 
@@ -179,7 +180,8 @@ def test_the_recorded_loss_of_accumulated_micro_batches_is_the_trainers(tmp_path
 def test_the_trainer_loads_the_best_model_and_saves_it_for_its_library(tmp_path, config):
     from transformers import LlamaForCausalLM
 
-    train(config, tmp_path / "run", script=functools.partial(keeps_the_best, tmp_path))
+    options = {"save_only_model": True} if config == "tp_bf16" else {}
+    train(config, tmp_path / "run", script=functools.partial(keeps_the_best, tmp_path, **options))
     first, last = (load_file(tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors") for step in (1, 2))
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert not best_is_saved(tmp_path)
@@ -189,13 +191,14 @@ def test_the_trainer_loads_the_best_model_and_saves_it_for_its_library(tmp_path,
     for rank in range(2) if "fp8" not in config else ():
         assert all(weight.equal(first[name]) for name, weight in torch.load(tmp_path / f"rank{rank}.pt").items())
     if config == "tp_bf16":  # each process would go on with the main process's part of the optimizer
-        log = refused(config, tmp_path, resumes=True)
-        assert log.count("optimizer.pt has the optimizer of the main process alone") == 1
+        assert IN_PARTS + ": pass save_only_model=True to TrainingArguments" in refused(config, tmp_path)
+        (tmp_path / "out" / "checkpoint-1" / OPTIMIZER).touch()  # of a ddp config, say
+        assert f"{OPTIMIZER}: {IN_PARTS}: begin anew" in refused(config, tmp_path, resumes=True)
 
 
 def refused(config, folder, **options):
     script = functools.partial(keeps_the_best, folder, **options)
-    log = refusal(config, folder / "again", script=script)
+    log = refusal(config, folder / "-".join(("again", *options)), script=script)
     assert log.count("refused: ") == 1
     return log
 
