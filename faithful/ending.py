@@ -16,7 +16,7 @@ from faithful.backends import linear
 from faithful.checkpoint.checkpoints import MANIFEST, taken
 from faithful.disk import names, readers
 from faithful.disk.readers import Damaged
-from faithful.errors import Refused, Stopped
+from faithful.errors import Refused, Stopped, explained
 from faithful.evidence.record import Record, errors_left, leave_error, now
 from faithful.launch import launcher, process, rank_sync
 from faithful.launch.machine import Memory
@@ -53,7 +53,7 @@ class Run:
     def explain(self, error: str) -> Refused | None:
         """A Refused, if a library's error means that the script needs what the config has not; else None."""
         found = self.strategy.explain(error) or (dtypes.explain(error) if self.put_in_fp32 else None)
-        return found or (linear.explain(error) if self.strategy.plan.backend == "ao" else None)
+        return found or (explained(error, linear.ERRORS) if self.strategy.plan.backend == "ao" else None)
 
     def settle(self) -> None:
         """Reads the loss and the norm of the last step, if the host has not yet. Raises Diverged if it was not finite:

@@ -1,6 +1,14 @@
 """Errors that end a run. Each is printed as one line, without a traceback."""
 
 import os
+import re
+from collections.abc import Mapping
+
+# torch's errors where tensors in fp32 and in 16 bit meet
+TWO_DTYPES = (
+    "have the same dtype|expected dtype .* for `(end|weight)`|Input type .* should be the same|mixed dtype|"
+    "expected scalar type|unsupported ScalarType"
+)
 
 
 class Refused(Exception):
@@ -52,6 +60,16 @@ class Gone(Refused):
 
     def __init__(self) -> None:
         super().__init__("the working folder was removed: go into one that is there, and start again")
+
+
+def explained(error: str, texts: Mapping[str, str], **words: str) -> Refused | None:
+    """A Refused with the text of the first pattern that a library's error has, or None. In braces a text may name the
+    `error`, its `first` words, what the pattern has `found` as a group, and the `words`."""
+    for pattern, text in texts.items():
+        if match := re.search(pattern, error):
+            found = next(filter(None, match.groups()), "")
+            return Refused(text.format(error=error, first=re.split(r":|\. ", error)[0], found=found, **words))
+    return None
 
 
 def working_folder_is_gone() -> bool:

@@ -121,20 +121,17 @@ def refuse_a_derivative(gradient: torch.Tensor) -> None:
         )
 
 
-def explain(error: str) -> Refused | None:
-    """A Refused, if torch's error means that a script does what another package's FP8 layers do not allow."""
-    if "inside a custom Function" in error and "modified inplace" in error:
-        return Refused(
-            "the script changes the output of an FP8 layer in place (out += ..., as peft's AdaLoRA does), which "
-            "torchao's layers do not allow: write out = out + ..., leave the layers out (fp8_config: skip), or use a "
-            "bf16 config"
-        )
-    if "Cannot set version_counter for inference tensor" in error:
-        return Refused(
-            "the script calls the model in train() within torch.inference_mode(), where torchao cannot gather weights "
-            "in FP8: call model.eval() before, or use torch.no_grad()"
-        )
-    return None
+# errors where a script does what another package's FP8 layers do not allow
+ERRORS = {
+    "modified inplace.*inside a custom Function": (
+        "the script changes the output of an FP8 layer in place (out += ..., as peft's AdaLoRA does), which torchao's "
+        "layers do not allow: write out = out + ..., leave the layers out (fp8_config: skip), or use a bf16 config"
+    ),
+    "Cannot set version_counter for inference tensor": (
+        "the script calls the model in train() within torch.inference_mode(), where torchao cannot gather weights in "
+        "FP8: call model.eval() before, or use torch.no_grad()"
+    ),
+}
 
 
 def size_multiple(level: str | None) -> int:

@@ -6,7 +6,6 @@ fp32, in place, one after the other: an optimizer that was made before has the s
 quantized ones and float64 stay as they are. FAITHFUL_KEEP_DTYPE=1 trains a model under an fp32 config as it is.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from faithful.config import settings
-from faithful.errors import Refused
+from faithful.errors import TWO_DTYPES, Refused, explained
 from faithful.tensors.names import HALVES
 
 if TYPE_CHECKING:
@@ -138,10 +137,8 @@ def refuse_cast(
 
 def explain(error: str) -> Refused | None:
     """A Refused for torch's error where weights that were put into fp32 meet 16-bit tensors, else None."""
-    mixed = r"have the same dtype|expected dtype .* for `(end|weight)`|should be the same|mixed dtype|scalar type"
-    if not re.search(mixed, error):
-        return None
-    return Refused(
-        f"what is trained was put into fp32, and meets 16-bit tensors of the script, or frozen ones ({error}): load "
-        f"all of the model in fp32, or use a bf16 config, which computes with both, or set {settings.KEEP}=1"
+    text = (
+        "what is trained was put into fp32, and meets 16-bit tensors of the script, or frozen ones ({error}): load all "
+        f"of the model in fp32, or use a bf16 config, which computes with both, or set {settings.KEEP}=1"
     )
+    return explained(error, {TWO_DTYPES: text})

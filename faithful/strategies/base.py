@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from faithful.checkpoint import tensor_keys
-from faithful.errors import Refused
+from faithful.errors import Refused, explained
 from faithful.strategies import guard
 from faithful.tensors import optimizer_states
 from faithful.tensors.names import local, parameters_of, plain_names, unwrapped
@@ -104,6 +104,7 @@ class Strategy:
     model_keeps_run = True  # whether a prepared model keeps its Accelerator: a script may drop that, and train on
     mixes_dtensors = False  # whether a model has both DTensors and tensors, which torch does not clip together
     any_number_of_processes = False  # whether `restore` also takes a list, the tensors of each process that saved
+    errors: Mapping[str, str] = {}  # {pattern of a library's error: what it says of the script}, see errors.explained
 
     def __init__(self, plan: "Plan") -> None:
         self.plan = plan
@@ -295,7 +296,7 @@ class Strategy:
 
     def explain(self, error: str) -> Refused | None:
         """A Refused, if a library's error means that the script needs what this strategy does not have; else None."""
-        return None
+        return explained(error, self.errors, strategy=self.plan.strategy)
 
 
 class GradientsElsewhere(abc.ABC):
@@ -333,39 +334,29 @@ def compute_in_autocast(session: Session, model: nn.Module) -> None:
 
 def needs_whole_model(error: str) -> Refused | None:
     """A Refused for Accelerate's LocalSGD, which takes no shards; else None."""
-    if "LocalSGD is supported only" not in error:
-        return None
-    return Refused(
+    text = (
         "LocalSGD lets each process train a model of its own for some steps, but under FSDP2 and ZeRO no "
         "process has a whole model: leave it out, or use a single config"
     )
+    return explained(error, {"LocalSGD is supported only": text})
 
 
-MIXED = ("got mixed torch.Tensor and DTensor", "on inputs with different meshes")
-UNKNOWN_TO_SHARDS = ("unbind along the sharded dimension", "not supported with DTensor", "no valid sharding strategy")
-
-
-def mixes_shards(error: str) -> Refused | None:
-    """A Refused for torch's errors where DTensors and whole tensors meet in one operation, or where an operation in
-    place would have to put the shards together; else None."""
-    if any(said in error for said in UNKNOWN_TO_SHARDS):
-        return Refused(
-            "the script uses a sharded tensor in a way that torch's shards do not have "
-            f"({error.partition(':')[0].partition('. ')[0]}): "
-            "read it by an index, as weight[i], or use a ddp config"
-        )
-    if "in-place operations that require placement changes" in error:
-        return Refused(
-            f"the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have "
-            f"({error.partition(':')[0]} in place of a sum or norm): use another optimizer, or a ddp config"
-        )
-    if not any(said in error for said in MIXED):
-        return None
-    return Refused(
+# torch's errors where DTensors and whole tensors meet in one operation, or where it would have to put shards together
+OF_SHARDS = {
+    "unbind along the sharded dimension|not supported with DTensor|no valid sharding strategy": (
+        "the script uses a sharded tensor in a way that torch's shards do not have ({first}): read it by an index, as "
+        "weight[i], or use a ddp config"
+    ),
+    "in-place operations that require placement changes": (
+        "the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have ({first} "
+        "in place of a sum or norm): use another optimizer, or a ddp config"
+    ),
+    "got mixed torch.Tensor and DTensor|on inputs with different meshes": (
         "the script computes with sharded weights and whole tensors together, which FSDP2 does not allow: perhaps in "
         "its optimizer (a state loaded whole), in its own average of weights (EMA), or where it calls a part or method "
         "of the model, as generate(), outside its forward pass: use a ddp config, or zero2 if it trains by such calls"
-    )
+    ),
+}
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

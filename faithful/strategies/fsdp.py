@@ -24,6 +24,7 @@ from faithful.models import averages, batch_norm, meta_init, shards
 from faithful.models.blocks import CONTAINERS, block_names, embedding_of, name_blocks
 from faithful.strategies import gathered, guard
 from faithful.strategies.base import (
+    OF_SHARDS,
     Accelerates,
     Pieces,
     Saved,
@@ -33,7 +34,6 @@ from faithful.strategies.base import (
     compile_for_this_rank,
     compute_in_autocast,
     has_parameters,
-    mixes_shards,
     needs_whole_model,
     whole_tensor,
 )
@@ -56,6 +56,42 @@ class FSDP(Strategy):
     exchanges_in_passes = True
     any_number_of_processes = True
     mixes_dtensors = True  # parameters without dimensions are tensors
+    errors = OF_SHARDS | {
+        "RegisterPostBackwardFunction is a view": (
+            "a layer changes what it gets in place (x += ..., x[mask] = 0), and FSDP2 gives each layer that it "
+            "gathers a view, which torch protects: write x = x + ..., or use a ddp or zero config"
+        ),
+        "setStorage.*storage of size 0": (
+            "a second derivative (create_graph=True, a gradient penalty) needs weights that {strategy} has freed after "
+            "the first backward pass: use a ddp config"
+        ),
+        # of torchao's gathered weights, and of MS-AMP's levels
+        r"attempting to run (\S+), this is not supported|(\S+) not implemented for 'Float8_e4m3fn'|"
+        r"support floating point (conversion) for autocast w/ Float8TrainingTensor": (
+            "the script computes with a weight that {strategy} gathers in FP8, in a forward pass ({found}): do it "
+            "between steps, or use a bf16 config"
+        ),
+        "appears to not have been used in the graph|assign a gradient with dtype": (
+            "torch.autograd.grad asks for gradients of shards, and under {strategy} the graph holds the gathered "
+            "weights: call accelerator.backward(loss), then use .grad, or use a ddp config"
+        ),
+        r"object layout differs from '(\w+)'": (
+            "FSDP2 gives {found} a class of its own, for which Python needs nn.Module as the first base: write class "
+            "{found}(nn.Module, ...), with ABC or Generic behind it, here or in its base, or use a ddp or zero config"
+        ),
+        r"'FSDP\w+' object has no attribute 'module'": (
+            "the script uses model.module, the inside of DDP's wrapper, and FSDP2 has none: write "
+            "accelerator.unwrap_model(model), which works under every config, or use a ddp config"
+        ),
+        "save_only_model option is not compatible": (
+            "transformers' save_only_model=True needs whole weights in its checkpoints: set fsdp_state_dict_type: "
+            "FULL_STATE_DICT in the config's fsdp_config, or leave save_only_model out"
+        ),
+        "Couldn't swap": (  # torch's `_apply`
+            "the script casts or moves a model after prepare(), where {strategy} shards it ({error}): do it before "
+            "prepare(), or with a copy"
+        ),
+    }
 
     def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -186,55 +222,10 @@ class FSDP(Strategy):
         super().restore(model, optimizer, parts)
 
     def explain(self, error: str) -> Refused | None:
-        if said := needs_whole_model(error) or mixes_shards(error) or guard.copied(error, "FSDP2"):
+        if said := needs_whole_model(error) or super().explain(error) or guard.copied(error, "FSDP2"):
             return said
         if self.plan.precision != "fp32" and (said := guard.in_two_dtypes(error, "FSDP2 gathers weights in 16 bit")):
             return said
-        if "RegisterPostBackwardFunction is a view" in error:
-            return Refused(
-                "a layer changes what it gets in place (x += ..., x[mask] = 0), and FSDP2 gives each layer that it "
-                "gathers a view, which torch protects: write x = x + ..., or use a ddp or zero config"
-            )
-        if "setStorage" in error and "storage of size 0" in error:
-            return Refused(
-                "a second derivative (create_graph=True, a gradient penalty) needs weights that "
-                f"{self.plan.strategy} has freed after the first backward pass: use a ddp config"
-            )
-        unknown = (
-            r"attempting to run (\S+), this is not supported|(\S+) not implemented for 'Float8_e4m3fn'|"
-            r"support floating point (conversion) for autocast w/ Float8TrainingTensor"
-        )
-        if operation := re.search(unknown, error):  # of torchao's gathered weights, and of MS-AMP's levels
-            return Refused(
-                f"the script computes with a weight that {self.plan.strategy} gathers in FP8, in a forward pass "
-                f"({next(filter(None, operation.groups()))}): do it between steps, or use a bf16 config"
-            )
-        if "appears to not have been used in the graph" in error or "assign a gradient with dtype" in error:
-            return Refused(
-                f"torch.autograd.grad asks for gradients of shards, and under {self.plan.strategy} the graph holds the "
-                "gathered weights: call accelerator.backward(loss), then use .grad, or use a ddp config"
-            )
-        if layout := re.search(r"object layout differs from '(\w+)'", error):
-            return Refused(
-                f"FSDP2 gives {layout[1]} a class of its own, for which Python needs nn.Module as the first base: "
-                f"write class {layout[1]}(nn.Module, ...), with ABC or Generic behind it, here or in its base, or use "
-                "a ddp or zero config"
-            )
-        if re.search(r"'FSDP\w+' object has no attribute 'module'", error):
-            return Refused(
-                "the script uses model.module, the inside of DDP's wrapper, and FSDP2 has none: write "
-                "accelerator.unwrap_model(model), which works under every config, or use a ddp config"
-            )
-        if "save_only_model option is not compatible" in error:
-            return Refused(
-                "transformers' save_only_model=True needs whole weights in its checkpoints: set fsdp_state_dict_type: "
-                "FULL_STATE_DICT in the config's fsdp_config, or leave save_only_model out"
-            )
-        if "Couldn't swap" in error:  # torch's `_apply`
-            return Refused(
-                f"the script casts or moves a model after prepare(), where {self.plan.strategy} shards it ({error}): "
-                "do it before prepare(), or with a copy"
-            )
         return meta_init.explain(error, "fsdp_cpu_ram_efficient_loading") if self.plan.ram_efficient else None
 
 

@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from faithful.errors import Refused
+from faithful.errors import TWO_DTYPES, Refused, explained
 
 # {package: classes of its optimizers that update each element of a weight by itself, or each block in low bits}
 ELEMENTWISE = {
@@ -189,38 +189,32 @@ def refuse_other_order(model: nn.Module, optimizer: torch.optim.Optimizer, engin
 
 def copied(error: str, engine: str) -> Refused | None:
     """What an error says of a copy of a prepared model, or None."""
-    if "does not support deepcopy" not in error and not re.search(r"cannot pickle '\S*ProcessGroup'", error):
-        return None
-    return Refused(
-        f"the script copies a model after prepare(), AveragedModel(model) perhaps, and {engine} holds it in parts that "
+    text = (
+        "the script copies a model after prepare(), AveragedModel(model) perhaps, and {engine} holds it in parts that "
         "cannot be copied: make the copy before prepare(), or use a ddp config"
     )
+    return explained(error, {r"does not support deepcopy|cannot pickle '\S*ProcessGroup'": text}, engine=engine)
 
 
 def in_two_dtypes(error: str, engine: str) -> Refused | None:
     """What an error says of 16-bit weights that meet fp32 tensors, or None."""
-    mixed = (
-        "have the same dtype|expected dtype float for `(end|weight)`|Input type .* should be the same|mixed dtype|"
-        "expected scalar type|unsupported ScalarType"
+    text = (
+        "{engine}, and the script computes with fp32 tensors of its own beside them ({line}), where it switches "
+        "autocast off, perhaps: use a ddp config"
     )
-    if not re.search(mixed, error):
-        return None
-    return Refused(
-        f"{engine}, and the script computes with fp32 tensors of its own beside them ({error.splitlines()[0]}), where "
-        "it switches autocast off, perhaps: use a ddp config"
-    )
+    return explained(error, {TWO_DTYPES: text}, engine=engine, line=error.partition("\n")[0])
 
 
 def second_pass(error: str) -> Refused | None:
     """What an error says of a backward pass that finds weights released by stage 3, or gradients averaged, or None."""
-    if "Multiple gradient reduction is currently not supported" in error:
-        return Refused(
+    texts = {
+        "Multiple gradient reduction is currently not supported": (
             "a backward pass runs several others, as sentence-transformers' cached losses do, and DeepSpeed averages "
             "the gradients of each parameter once: use another loss, or a ddp or fsdp config"
-        )
-    if "size of tensor a (0) must match" not in error:
-        return None
-    return Refused(
-        "a backward pass needs a weight that ZeRO-3 has released, perhaps a second one through one graph "
-        "(retain_graph=True): add the losses and call backward once, or use a zero2, ddp or fsdp config"
-    )
+        ),
+        r"size of tensor a \(0\) must match": (
+            "a backward pass needs a weight that ZeRO-3 has released, perhaps a second one through one graph "
+            "(retain_graph=True): add the losses and call backward once, or use a zero2, ddp or fsdp config"
+        ),
+    }
+    return explained(error, texts)

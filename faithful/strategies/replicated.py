@@ -28,6 +28,12 @@ EARLY = (
 class SingleDevice(Strategy):
     distributed_types = ("NO",)
     replicates = True
+    errors = {
+        "We tried to initialize torch.distributed for you": (
+            "the script lets transformers shard a model (DistributedConfig or tp_plan), and the config asks for one "
+            "process: load it without that, or use a tp or fsdp config, without it too"
+        )
+    }
 
     def arguments(self, scaling: "GradScalerKwargs | None") -> dict[str, Any]:
         """None. Makes transformers' Trainer count one GPU: with several it would put the model into nn.DataParallel."""
@@ -37,18 +43,23 @@ class SingleDevice(Strategy):
             patches.replace("transformers.training_args:TrainingArguments.n_gpu", at_most_one)
         return {}
 
-    def explain(self, error: str) -> Refused | None:
-        if "We tried to initialize torch.distributed for you" not in error:
-            return None
-        return Refused(
-            "the script lets transformers shard a model (DistributedConfig or tp_plan), and the config asks for one "
-            "process: load it without that, or use a tp or fsdp config, without it too"
-        )
-
 
 class DDP(Strategy):
     distributed_types = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU")
     replicates = True
+    errors = {
+        "Expected to mark a variable ready only once": (
+            "DDP has counted a parameter as unused, and then came its gradient: the model returns no tensor, "
+            "tuple, list or dict, in which find_unused_parameters looks (leave that out; for transformers' Trainer "
+            "say ddp_find_unused_parameters=False), or a block is computed again (use_reentrant=False is for it)"
+        ),
+        "Expected to have finished reduction in the prior iteration": (
+            "a parameter got no gradient in the last backward pass of this process, and DDP waits for those of all: "
+            "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if a part of the model "
+            "is not used in each step, keep it out of the loss for good (requires_grad_(False) before prepare), or do "
+            "not replace it after prepare (a tied weight)"
+        ),
+    }
 
     def after_prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model.averaged = trainable(model)  # pyrefly: ignore[bad-argument-type]
@@ -107,22 +118,6 @@ class DDP(Strategy):
             if torch._C._current_graph_task_id() >= 0:
                 raise Refused(EARLY)
             model._check_reducer_finalized()
-
-    def explain(self, error: str) -> Refused | None:
-        if "Expected to mark a variable ready only once" in error:
-            return Refused(
-                "DDP has counted a parameter as unused, and then came its gradient: the model returns no tensor, "
-                "tuple, list or dict, in which find_unused_parameters looks (leave that out; for transformers' Trainer "
-                "say ddp_find_unused_parameters=False), or a block is computed again (use_reentrant=False is for it)"
-            )
-        if "Expected to have finished reduction in the prior iteration" not in error:
-            return None
-        return Refused(
-            "a parameter got no gradient in the last backward pass of this process, and DDP waits for those of all: "
-            "pass kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if a part of the model "
-            "is not used in each step, keep it out of the loss for good (requires_grad_(False) before prepare), or do "
-            "not replace it after prepare (a tied weight)"
-        )
 
 
 def trainable(model: nn.Module) -> set[nn.Parameter]:

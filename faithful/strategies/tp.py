@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from faithful.errors import Refused
 from faithful.models import shards
-from faithful.strategies.base import Pieces, Session, Strategy, compile_for_this_rank, mixes_shards, whole_tensor
+from faithful.strategies.base import OF_SHARDS, Pieces, Session, Strategy, compile_for_this_rank, whole_tensor
 from faithful.tensors.names import by_mesh, fingerprint, parameters_of, plain_names
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class TensorParallel(Split):
     same_batch = True
     mixes_dtensors = True
     exchanges_in_passes = True
+    errors = OF_SHARDS
 
     def after_convert(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().after_convert(session, model, optimizer)
@@ -92,9 +93,6 @@ class TensorParallel(Split):
         like = functools.partial(torch.empty, device="meta")
         state = plain_names(model.state_dict().items())
         return {name: (like(t.shape, dtype=t.dtype), functools.partial(whole_tensor, t)) for name, t in state}
-
-    def explain(self, error: str) -> Refused | None:
-        return mixes_shards(error)
 
 
 class Scaler(torch.amp.GradScaler):
