@@ -21,7 +21,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,9 +95,8 @@ def is_orphan() -> bool:
 
 
 def end_with_the_parent(number: int) -> None:
-    """Makes the kernel send signal `number` when the parent dies (Linux), one for each thread that asks for it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    """Makes the kernel send signal `number` when the parent dies, one for each thread that asks for it."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def init_loader_worker(own: Callable[[int], object] | None, worker_id: int) -> None:
@@ -106,10 +104,9 @@ def init_loader_worker(own: Callable[[int], object] | None, worker_id: int) -> N
     but the training process still needs data for its step. So a worker ignores the signal, and ends with its parent."""
     # pyrefly: ignore[missing-attribute]
     multiprocessing.queues.Queue._on_queue_feeder_error = send_worker_error
-    if sys.platform == "linux":  # elsewhere it would not end
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        end_with_the_parent(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_the_parent(signal.SIGKILL)
     if own is not None:
         own(worker_id)
 
@@ -128,7 +125,7 @@ def send_worker_error(queue: "multiprocessing.queues.Queue[Any]", error: Excepti
 def end_loader_processes() -> None:
     """Kills the daemonic children that ignore SIGTERM. At exit multiprocessing sends them SIGTERM and waits for their
     end, which would take forever."""
-    for child in multiprocessing.active_children() if sys.platform == "linux" else ():
+    for child in multiprocessing.active_children():
         with contextlib.suppress(OSError):
             # SigIgn is a mask in hexadecimal: bit n - 1 stands for signal n.
             ignored = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{child.pid}/status").read_text())[0]

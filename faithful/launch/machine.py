@@ -215,7 +215,7 @@ class Memory:
             import torch
 
             torch.accelerator.reset_peak_memory_stats()
-        elif sys.platform == "linux":
+        else:
             try:
                 CLEAR_REFS.write_text("5")
             except OSError as error:  # sandboxes and containers may forbid it
@@ -229,8 +229,6 @@ class Memory:
             import torch
 
             return torch.accelerator.max_memory_allocated()
-        if sys.platform != "linux":
-            return max(0, resident_bytes() - self.before)
         return max(0, highest_resident_bytes() - self.before)
 
 
@@ -249,14 +247,14 @@ def resident_bytes() -> int:
 
 def trim_memory() -> None:
     """Gives freed memory back to the machine. The C library keeps what large tensors leave, up to their whole size."""
-    if hasattr(library := ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim"):
+    if hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 
 
 def return_freed_memory() -> None:
     """Makes the C library give every freed block of 256 KiB and more back to the machine. By default it keeps those up
     to 32 MiB, between blocks that are in use, too."""
-    if hasattr(library := ctypes.CDLL(None) if sys.platform == "linux" else None, "mallopt"):
+    if hasattr(library := ctypes.CDLL(None), "mallopt"):
         library.mallopt(-3, 2**18)  # M_MMAP_THRESHOLD
 
 

@@ -41,14 +41,11 @@ def train_in_fp32(strategy: "Strategy", models: Iterable[nn.Module], optimized: 
     train it as it is and the launch says to keep it. optimized: whether an optimizer is prepared with the models."""
     plan, models = strategy.plan, list(models)
     trained = [parameter for model in models for parameter in nn.Module.parameters(model) if parameter.requires_grad]
-    if torch.float64 in dtypes_of(trained):
-        if plan.device == "mps":
-            raise Refused("the model's parameters are in float64, which MPS does not have: build the model in fp32")
-        if plan.precision != "fp32":
-            raise Refused(
-                f"the model's parameters are in float64, and {plan.precision} needs them in fp32: build the model in "
-                "fp32, or use an fp32 config"
-            )
+    if torch.float64 in dtypes_of(trained) and plan.precision != "fp32":
+        raise Refused(
+            f"the model's parameters are in float64, and {plan.precision} needs them in fp32: build the model in fp32, "
+            "or use an fp32 config"
+        )
     found = [(model, in_16_bit(nn.Module.parameters(model))) for model in models]
     parameters = [parameter for _, of_model in found for parameter in of_model]
     if not parameters or strategy.keeps_masters:
