@@ -142,7 +142,7 @@ class Save:
         if self.main:
             self.attempt(self.make_folder)
         told = self.together("make the checkpoint's folder", str(self.mark))
-        if process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):  # there are several machines
+        if launcher.several_machines():
             if not self.main and not sees(Path(told[0])):
                 self.keeper = self.rank - process.local_process_index
                 if self.rank == self.keeper:
@@ -499,7 +499,7 @@ def find(wanted: Path | str | None, output_dir: Path | str) -> Path | None:
         # as the script names it, which has given it or its parent, if that is the same here
         shown = next((path for path in (given, given / folder.name) if path.absolute() == folder), folder)
         launcher.wait_for_all("verify the checkpoint")
-        if reason and process.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        if reason and launcher.several_machines():
             reason += f" on {socket.gethostname()}"
         told = gather_object([(reason, (folder / MANIFEST).exists(), identity(folder), socket.gethostname())])
         reasons = [reason for reason, *_ in told if reason]

@@ -69,7 +69,7 @@ class RunFolder:
         a folder of its own. Returns a line that says so, or None. also: names of what a run of this kind leaves besides
         the record and checkpoints. together: whether all processes call it: then nothing is moved before the folders
         on all disks are free. Raises OSError, and Refused if another run is writing there."""
-        if not self.agreed and together and several_machines():
+        if not self.agreed and together and launcher.several_machines():
             self.agreed = True
             self.take_on_each_disk(resumed)
         elif self.owned and (problem := self.take(resumed)):
@@ -180,7 +180,3 @@ class RunFolder:
             f"{', with its checkpoints' * bool(found)}"
             f"{'' if ours else '; to go on with it, load a checkpoint before the first step'}"
         )
-
-
-def several_machines() -> bool:
-    return launcher.is_distributed() and PartialState().num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -320,6 +320,10 @@ def on_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
 
 
+def several_machines() -> bool:
+    return is_distributed() and not on_one_machine()
+
+
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 

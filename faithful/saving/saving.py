@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from faithful.checkpoint import accelerate_format, checkpoints
-from faithful.checkpoint.run_folder import several_machines
 from faithful.errors import Refused
 from faithful.evidence.record import Record
 from faithful.launch import launcher, machine, rank_sync
@@ -49,7 +48,7 @@ def in_parts(strategy: "Strategy", backend: "Backend") -> bool:
 
 def among_all(here: bool, together: bool) -> bool:
     """What the main process says, where all processes of several machines save: each may name a folder of its own."""
-    return broadcast_object_list([here])[0] if together and several_machines() else here
+    return broadcast_object_list([here])[0] if together and launcher.several_machines() else here
 
 
 def behind_training(asked: bool) -> bool:
