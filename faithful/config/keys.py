@@ -237,13 +237,9 @@ def names_of(section: str) -> list[str]:
     return [key.name for key in TABLE[section]]
 
 
-def problems(config: dict[Any, Any]) -> Iterator[str]:
+def problems(config: dict[Any, Any], section: str = "") -> Iterator[str]:
     """Yields a line for each key that Accelerate does not have, and each value of the wrong type, which it takes out of
-    `config`."""
-    yield from problems_of_section("", config)
-
-
-def problems_of_section(section: str, config: dict[Any, Any]) -> Iterator[str]:
+    `config`. section: the one that `config` is, or none for a file."""
     where, names = f"{section} " * bool(section), names_of(section)
     for key, value in list(config.items()):
         if not isinstance(key, str):
@@ -251,7 +247,7 @@ def problems_of_section(section: str, config: dict[Any, Any]) -> Iterator[str]:
             named = f"{where}{key} is a {type(key).__name__} to YAML"
             yield f"{named}, not the name of a setting: write a name, or quote it"
         elif key in TABLE and isinstance(value, dict):
-            yield from problems_of_section(key, value)
+            yield from problems(value, key)
         elif full(section, key) not in names:
             yield f"{where}{key} {meant(key, section)}"
         elif said := wrong(ROWS[full(section, key)], value):
