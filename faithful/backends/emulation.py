@@ -48,6 +48,7 @@ from faithful.backends.linear import (
     unlike_default,
 )
 from faithful.config import fp8
+from faithful.config.keys import FLOAT8
 
 Tile = tuple[int | None, int | None]
 Codes = tuple[torch.Tensor, torch.Tensor | None]  # (codes, scale), see Rounding.operand
@@ -79,9 +80,7 @@ TILES = {
     "mxfp4": Tiles((1, MX), (1, MX), (MX, 1), (MX, 1)),
 }
 NV = 16  # the values of a block whose scale is E4M3
-TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of torchao.float8
-TRANSFORMER_ENGINE = ("delayed", "current", "block", "mxfp8", "nvfp4")
-RECIPES = tuple(dict.fromkeys((*TORCHAO, *TRANSFORMER_ENGINE, *fp8.MX)))
+RECIPES = tuple(dict.fromkeys((*fp8.TorchAORules.levels, *fp8.TransformerEngineRules.levels)))
 FORMATS = {"HYBRID": E5M2, "E4M3": E4M3}  # of the gradients
 GRAD_DTYPES: dict[str, scaling.Number] = {  # where none is chosen
     "tensorwise": E5M2, "rowwise": E4M3, "rowwise_with_gw_hp": E4M3, "mxfp8": E4M3, "mxfp8_with_gw_hp": E4M3,
@@ -210,7 +209,7 @@ class Emulated(Backend):
         skipped = skipped_linears(model, plan.skip, size_multiple(plan.level))
         names = linears_to_convert(model, skipped)
         if names:
-            options = {} if plan.level in TORCHAO else plan.fp8_options
+            options = {} if plan.level in FLOAT8 else plan.fp8_options
             convert(model, str(plan.level), names, **options)
             # Each rank records its own amaxes. DDP would overwrite them with rank 0's before they are reduced.
             # pyrefly: ignore[bad-argument-type]
@@ -246,7 +245,7 @@ def convert(
     """
     dtype = E2M1 if recipe == "mxfp4" else E4M3
     formats = (dtype, dtype, GRAD_DTYPES.get(recipe, FORMATS[fp8_format]))
-    tiny = 1e-12 if recipe in TORCHAO else 0.0  # torchao takes no amax for smaller
+    tiny = 1e-12 if recipe in FLOAT8 else 0.0  # torchao takes no amax for smaller
     how: Rounding = Tensorwise(formats=formats, tiny=tiny)
     if recipe in TILES:
         floor, of_torchao = scale_calculation_mode == "floor", scale_calculation_mode is not None

@@ -67,7 +67,7 @@ class BackendRules:
 
 class TorchAORules(BackendRules):
     implementation = "torchao"
-    levels = ("tensorwise", "rowwise", "rowwise_with_gw_hp", *MX)
+    levels = (*keys.FLOAT8, *MX)
     skip = "first, last"
 
     def options(self, env: Env, level: str, sharded: bool) -> tuple[dict[str, Any], list[str]]:

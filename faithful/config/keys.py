@@ -64,7 +64,8 @@ def mesh(name: str) -> Key:
     return Key(f"parallelism_config_{name}_size", "int", f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, "Plan", 1, MANY)
 
 
-FLOAT8 = "AO tensorwise, AO rowwise, AO rowwise_with_gw_hp"  # readers: backends, with the recipe that reads it
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's levels with one scale for a tensor or a row
+OF_FLOAT8 = ", ".join(f"AO {level}" for level in FLOAT8)  # readers: backends, with the recipe that reads it
 DELAYED = "TE delayed, MSAMP te_delayed"
 UNREAD = ""  # the reader of keys of earlier versions, or that `accelerate config` itself writes
 DEVICES = ("none", "cpu", "nvme")
@@ -111,8 +112,8 @@ TABLE: dict[str, tuple[Key, ...]] = {
         fp8("recipe", reader="AO, TE, MSAMP"),  # ours, as are all that are not Accelerate's: it hands on any key
         fp8("skip", "list", reader="Plan"),
         fp8("opt_level", default="O2", reader="MSAMP"),
-        fp8("enable_fsdp_float8_all_gather", "bool", True, FLOAT8),
-        fp8("pad_inner_dim", "bool", True, FLOAT8),
+        fp8("enable_fsdp_float8_all_gather", "bool", True, OF_FLOAT8),
+        fp8("pad_inner_dim", "bool", True, OF_FLOAT8),
         fp8("scale_calculation_mode", reader="AO mxfp8, AO mxfp8_with_gw_hp, AO mxfp4"),  # torchao's MXFP8Linear
         fp8("format", default="HYBRID", reader=f"{DELAYED}, TE current, TE block"),
         fp8("margin", "int", 0, DELAYED, least=0),

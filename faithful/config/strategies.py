@@ -14,7 +14,6 @@ from faithful.config.deepspeed import DeepSpeed
 from faithful.config.fsdp import FSDP
 
 BUCKET = 50_000_000  # gradient elements per reduction of ZeRO. DeepSpeed's default is ten times that: gigabytes
-SPLIT = [("ao", level) for level in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]  # FP8 in tensor parallel
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,8 @@ class StrategyRules:
 
     def no_split(self, settings: Settings) -> str | None:
         """The problem of an FP8 layer that takes no weight that is split, or None."""
-        if settings.precision != "fp8" or (settings.backend, settings.level) in SPLIT:
+        takes_split = settings.backend == "ao" and settings.level in keys.FLOAT8
+        if settings.precision != "fp8" or takes_split:
             return None
         return (
             f"{self.name} in fp8 {settings.backend} {settings.level}: of the FP8 layers here torchao's, with one scale "

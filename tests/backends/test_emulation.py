@@ -101,7 +101,7 @@ def test_without_amp8_it_says_what_to_copy(monkeypatch):
 
 @pytest.mark.parametrize("emulated_by_torchao", [True, False], ids=["emulated", "real"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("recipe", emulation.TORCHAO)
+@pytest.mark.parametrize("recipe", emulation.FLOAT8)
 @pytest.mark.filterwarnings("ignore")
 def test_torchao_computes_the_same(recipe, dtype, emulated_by_torchao):
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
