@@ -354,16 +354,13 @@ def update_scales(model: nn.Module) -> None:
         amaxes = torch.stack([m.fp8_amax_history[0] for m in layers])
         torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX)
         torch._foreach_copy_([m.fp8_amax_history[0] for m in layers], list(amaxes.unbind()))
-    alike: dict[tuple[int, str, torch.Size], list[EmulatedLinear]] = {}
-    for m in layers:
-        alike.setdefault((m.margin, m.amax_compute_algo, m.fp8_amax_history.shape), []).append(m)
-    for (margin, algo, _), some in alike.items():  # in one go, as each is a dozen operators on few numbers
-        histories, scales = [m.fp8_amax_history for m in some], [m.fp8_scale for m in some]
-        history, scale = torch.stack(histories, 1), torch.stack(scales)
-        fp8_max = scale.new_tensor([[scaling.dtype_max(dtype) for dtype in m.rounding.formats] for m in some])
-        scaling.update_delayed_(history, scale, fp8_max, margin, algo)
-        torch._foreach_copy_(histories, list(history.unbind(1)))
-        torch._foreach_copy_(scales, list(scale.unbind()))
+    # All in one go: each is a dozen operators on few numbers. `convert` has given all layers the same options.
+    first, histories, scales = layers[0], [m.fp8_amax_history for m in layers], [m.fp8_scale for m in layers]
+    history, scale = torch.stack(histories, 1), torch.stack(scales)
+    fp8_max = scale.new_tensor([scaling.dtype_max(dtype) for dtype in first.rounding.formats])
+    scaling.update_delayed_(history, scale, fp8_max, first.margin, first.amax_compute_algo)
+    torch._foreach_copy_(histories, list(history.unbind(1)))
+    torch._foreach_copy_(scales, list(scale.unbind()))
 
 
 class _Products(torch.autograd.Function):
