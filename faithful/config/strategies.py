@@ -136,8 +136,13 @@ class StrategyRules:
         """Yields every reason why the strategy cannot run these settings."""
         if settings.mesh.sizes.keys() & {"cp", "sp"}:
             yield self.no_context_parallel(settings)
-        elif settings.mesh.sizes:
-            yield f"parallelism_config is for hsdp and tp files, this one is {self.name}: remove it"
+        elif problem := self.problem_of_sizes(settings):
+            yield problem
+
+    def problem_of_sizes(self, settings: Settings) -> str | None:
+        if settings.mesh.sizes:
+            return f"parallelism_config is for hsdp and tp files, this one is {self.name}: remove it"
+        return None
 
     def no_context_parallel(self, settings: Settings) -> str:
         why = "ring attention (cp) has CUDA kernels alone" if settings.mesh.cp > 1 else "Ulysses (sp) is DeepSpeed's"
@@ -172,14 +177,8 @@ class FSDPRules(StrategyRules):
     rehearsed_as = "MULTI_GPU"  # the only type that AcceleratorState turns into FSDP
     replicates = False
 
-    def problems(self, settings: Settings) -> Iterator[str]:
-        if settings.mesh.sizes.keys() & {"cp", "sp"}:
-            yield self.no_context_parallel(settings)
-        elif problem := self.problem_of_sizes(settings) or wrong_product(settings):
-            yield problem
-
     def problem_of_sizes(self, settings: Settings) -> str | None:
-        return None
+        return wrong_product(settings)
 
 
 class HSDPRules(FSDPRules):
@@ -187,7 +186,7 @@ class HSDPRules(FSDPRules):
 
     def problem_of_sizes(self, settings: Settings) -> str | None:
         if settings.mesh.dp_shard > 1:
-            return None
+            return wrong_product(settings)
         return "hsdp without parallelism_config_dp_shard_size shards nothing: set it, or use a ddp file"
 
 
@@ -199,7 +198,7 @@ class FSDPTensorParallelRules(FSDPRules):
         if settings.fsdp.ignored_modules:
             return "fsdp_ignored_modules is not for tensor parallel, which splits them, too: leave it out"
         if settings.mesh.dp_shard > 1:
-            return self.no_split(settings)
+            return self.no_split(settings) or wrong_product(settings)
         return (
             f"FSDP2 with {settings.mesh} has no processes to shard over: set parallelism_config_dp_shard_size, or use "
             "tp_bf16"
