@@ -174,10 +174,10 @@ def excepthook(
         return before(kind, problem, trace)
     if issubclass(kind, KeyboardInterrupt):
         ignore_ctrl_c()
-    if several_processes():
+    if launcher.is_distributed():
         threading.Thread(target=end_in_time, daemon=True).start()
     code = exit_code_of(problem, newest(), lambda problem: print_with_rank(before, kind, problem, trace))
-    if several_processes():
+    if launcher.is_distributed():
         # os._exit runs no exit handlers, so the script's run here. No error of theirs may keep the process alive.
         with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()
@@ -202,14 +202,8 @@ def print_with_rank(
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         before(kind, problem, trace)
     lines = printing.plain(printed.getvalue()).splitlines(keepends=True)
-    rank = f"[rank{settings.rank()}]: " if several_processes() else ""
+    rank = f"[rank{settings.rank()}]: " if launcher.is_distributed() else ""
     sys.stderr.write("".join(line if line.startswith(rank) else rank + line for line in lines))
-
-
-def several_processes() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def exit_and_note(status: Any = None) -> NoReturn:
@@ -275,7 +269,7 @@ def end_here(run: Run | None, said: str, advice: str, code: int) -> None:
         printing.at_once(f"error: {printing.plain(line)}\n")
     deadline.end_the_stopped()
     deadline.within(deadline.ANSWERS, lambda: close_record(run, line, 1), sys.stdout.flush, sys.stderr.flush)
-    if stands != [None] and several_processes():
+    if stands != [None] and launcher.is_distributed():
         time.sleep(1)  # the others may still read the store, which the main process serves
     os._exit(code)
 
