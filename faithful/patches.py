@@ -153,21 +153,21 @@ def put(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def silence(name: str, level: int | None = None, unless: str | None = None) -> None:
-    """Raises the level of a logger, or drops its messages that contain the text `unless`."""
+def silence(name: str, level: int) -> None:
+    """Raises the level of a logger."""
     logger = logging.getLogger(name)
-    if unless:
-        hide = lambda record: unless not in record.getMessage()  # noqa: E731
-        undos.append(lambda: logger.removeFilter(hide))
-        logger.addFilter(hide)
-    elif level is not None:
-        undos.append(lambda before=logger.level: logger.setLevel(before))
-        logger.setLevel(level)
+    undos.append(lambda before=logger.level: logger.setLevel(before))
+    logger.setLevel(level)
 
 
 def silence_torchao() -> None:
     """Before torchao is imported, which transformers does too."""
-    silence("torch.utils._pytree", unless="is an Enum subclass")
+    hide("torch.utils._pytree", "is an Enum subclass")
+
+
+def hide(name: str, text: str) -> None:
+    """Drops the messages of a logger that contain `text`."""
+    say_instead(name, text, lambda message: None)
 
 
 def say_instead(name: str, text: str, say: Callable[[str], object]) -> None:

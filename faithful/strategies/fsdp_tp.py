@@ -14,7 +14,7 @@ class FSDPTensorParallel(Split, HSDP):
     any_number_of_processes = False  # rows of parts are no rows of a whole
 
     def started(self, session: Session) -> torch.amp.GradScaler | None:
-        patches.silence("torch.distributed.tensor._redistribute", unless="sequential")  # two dimensions take two
+        patches.hide("torch.distributed.tensor._redistribute", "sequential")  # two dimensions take two
         # of outputs that are views, as torch's to_local makes them: it refuses to change these in place
         patches.ignore_warning("FSDP2-wrapped module")
         return super().started(session)
