@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from faithful import patches
 from faithful.errors import Refused
 from faithful.launch import rank_sync
+from faithful.tensors.names import shard_of, whole_of
 
 METHODS = {  # (module, class): those of its methods that compute with the model's weights
     ("torch.optim.swa_utils", "AveragedModel"): ["update_parameters"],
@@ -102,23 +103,15 @@ class WholeTensors(TorchFunctionMode):
         if name and not rank_sync.all_ranks_called(name):
             raise called_alone(name)
         if func.__name__.endswith("_"):  # in place
-            func(tree_map(local, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)
+            func(tree_map(shard_of, args[0]), tree_map(like, args[1], args[0]), *args[2:], **kwargs)
             return args[0]
-        return func(*tree_map(whole, args), **tree_map(whole, kwargs))
-
-
-def whole(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def local(x: Any) -> Any:
-    return x.to_local() if isinstance(x, DTensor) else x
+        return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
 
 
 def like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that this process has of `target`: all of it if the target is whole. Same shapes."""
     if not isinstance(target, DTensor):
-        return whole(tensor)
+        return whole_of(tensor)
     if not isinstance(tensor, DTensor):
         tensor = distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
     return tensor.to_local()

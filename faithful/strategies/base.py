@@ -17,7 +17,7 @@ from faithful.checkpoint import tensor_keys
 from faithful.errors import Refused, explained
 from faithful.strategies import guard
 from faithful.tensors import optimizer_states
-from faithful.tensors.names import local, parameters_of, plain_names, unwrapped
+from faithful.tensors.names import local, parameters_of, plain_names, shard_of, unwrapped
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -464,7 +464,7 @@ def refuse_other_shape(
 
 def filled(held: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
     """`value`, in the memory of `held` if that is a plain tensor of its kind, else in memory of its own."""
-    shard = held.to_local() if isinstance(held, DTensor) else held
+    shard = shard_of(held)
     if type(shard) is torch.Tensor and (shard.shape, shard.dtype) == (value.shape, value.dtype):
         return shard.copy_(value)
     return value.clone()

@@ -48,9 +48,19 @@ def parameters_of(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
     yield from plain_names(unwrapped(model).named_parameters(remove_duplicate=remove_duplicate))
 
 
+def whole_of(value: Any) -> Any:
+    """The whole tensor of a DTensor, anything else as it is. Every process calls it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def shard_of(value: Any) -> Any:
+    """This rank's shard of a DTensor, anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, without torchao's wrapper. Of a weight of MS-AMP's levels: its codes."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part = shard_of(tensor)
     return getattr(part, "_tensor", getattr(part, "codes", part))
 
 
@@ -86,8 +96,7 @@ def fingerprint(model: nn.Module, frozen: bool = False) -> str | None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     taken = (each for each in model.named_parameters() if not (frozen and each[1].requires_grad))
-    wholes = ((name, p.detach()) for name, p in taken if p.numel())
-    wholes = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in wholes)
+    wholes = ((name, whole_of(p.detach())) for name, p in taken if p.numel())
     sums = [(name, torch.hash_tensor(hashable(p)).item()) for name, p in wholes]
     return sha256(repr(sums).encode()).hexdigest()
 

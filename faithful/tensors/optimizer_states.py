@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from faithful.errors import Refused
-from faithful.tensors.names import local
+from faithful.tensors.names import local, shard_of
 
 FORM = ".class"  # ends the key of the class, or of the split, in a checkpoint
 
@@ -70,14 +70,10 @@ def restore_of_no_parameter(optimizer: torch.optim.Optimizer, values: Mapping[st
 
 def parts_of(key: str, state: torch.Tensor) -> dict[str, torch.Tensor]:
     """{key: plain tensor} of an optimizer's state `key`: this process's shard of it, or what that consists of."""
-    part: Any = shard_of(state)
+    part = shard_of(state)
     if not is_low_bit(part):
         return {key: local(state)}
     return {f"{key}.{name}": getattr(part, name) for name in part.__tensor_flatten__()[0]}
-
-
-def shard_of(state: torch.Tensor) -> torch.Tensor:
-    return state.to_local() if isinstance(state, DTensor) else state
 
 
 def is_low_bit(part: torch.Tensor) -> bool:
@@ -86,7 +82,7 @@ def is_low_bit(part: torch.Tensor) -> bool:
 
 def form_of(state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
     """What a state is besides plain tensors in the form of its parameter's, uint8 [bytes]; None if it is no more."""
-    part: Any = shard_of(state)
+    part = shard_of(state)
     if is_low_bit(part):
         context = part.__tensor_flatten__()[1] or ()
         context = [{"dtype": str(c)[6:]} if isinstance(c, torch.dtype) else c for c in context]

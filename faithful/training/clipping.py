@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from faithful import patches
 from faithful.backends.base import Backend
 from faithful.errors import Refused
 from faithful.strategies.base import GradientsElsewhere, Strategy
-from faithful.tensors.names import by_mesh
+from faithful.tensors.names import by_mesh, whole_of
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]  # what torch's functions take
 
@@ -34,7 +33,7 @@ class Norms:
 
     def keep(self, parameters: list[torch.Tensor], norm: torch.Tensor) -> torch.Tensor:
         """Remembers that these parameters were clipped together. Returns their norm over all processes."""
-        norm = whole_norm(norm)
+        norm = whole_of(norm)
         self.clipped |= {id(p): (p, self.version(p), norm) for p in parameters}
         return norm
 
@@ -65,7 +64,7 @@ class Norms:
             return self.elsewhere.norm_of(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         rest = [parameter for parameter in parameters if norm_of[id(parameter)] is None]
-        norms += [whole_norm(total_norm(gradients)) for gradients in by_kind(rest)]
+        norms += [whole_of(total_norm(gradients)) for gradients in by_kind(rest)]
         return norms[0] if len(norms) == 1 else combined(norms)
 
     def refuse_by_value(self) -> None:
@@ -97,10 +96,6 @@ def by_kind(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     values = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
     return torch.nn.utils.get_total_norm(values)
-
-
-def whole_norm(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class Clips(Protocol):

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from faithful.errors import Diverged, Refused
 from faithful.launch import process
 from faithful.strategies.base import SAME_NORM
+from faithful.tensors.names import whole_of
 
 AGREE_SECONDS = 0.1
 WARMUP_STEPS = 3  # not timed: they allocate, compile and count
@@ -121,7 +121,7 @@ class Steps:
         first steps, in which evidence is counted and most runs diverge that do. counts: whether these steps are those
         of the run."""
         self.settle()
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
+        norm = whole_of(norm).detach()
         of_all = self.checked >= self.next_exchange or self.num_processes == 1
         row = self.row(norm, rates_of(optimizer) if of_all and self.num_processes > 1 else 0)
         rows = self.gathered(row) if of_all else row.unsqueeze(0)
