@@ -58,43 +58,13 @@ HELP = """Training recipes for Hugging Face Accelerate: change the config file, 
   CONFIG RECIPE --help       the options of a recipe
   ls                         the configs and recipes there are
   path [NAME]                the file of a config, a recipe or a page (docs/fp8.md), for other commands
-  completion                 completion for bash and zsh: source <({command} completion)
   --version                  the version
   test [pytest options]      the test suite
 """
 IN_CLONE = ("setup", "test")  # commands of a clone of the repository alone
 TOOLS = {name: name for name in "advise check compare diagnose estimate export predict show".split()}
 TOOLS["copy"] = "copy_recipe"  # copy.py would shadow Python's module
-WORDS = {*TOOLS, *IN_CLONE, "demo", "help", "launch", "ls", "path", "completion"}
 DRAW = ("compare", "diagnose")  # these tools train first, and need the packages of [recipes] at the end
-COMPLETION = r"""if [ -n "${ZSH_VERSION-}" ]; then
-    type compdef >/dev/null 2>&1 || { autoload -U compinit && compinit; }
-    autoload -U +X bashcompinit && bashcompinit
-fi
-_NAME() {
-    local word=${COMP_WORDS[COMP_CWORD]} words=("${COMP_WORDS[@]}") at=$COMP_CWORD configs recipes found=""
-    configs=$(cd "ROOT/accelerate_configs" && printf '%s ' *.yml | sed 's/\.yml//g')
-    recipes=$(cd "ROOT/recipes" && printf '%s ' *.py | sed 's/\.py//g')
-    if [ "${words[1]}" = launch ] && [ "$at" -gt 1 ]; then words=("${words[0]}" "${words[@]:2}") at=$((at - 1)); fi
-    if [ "$at" -eq 1 ]; then
-        found=$configs
-        [ "$COMP_CWORD" -gt 1 ] || found="COMMANDS $configs"
-    elif [[ $word == -* ]]; then
-        found=$("PYTHON" "ROOT/tools/commands.py" words "${words[@]:1:$((at - 1))}" 2>/dev/null)
-    else
-        case ${words[1]} in
-            check) found=$configs ;;
-            advise | compare | diagnose | estimate)
-                if [[ " ${words[*]:0:at} " == *" -- "* ]]; then found=$recipes; else found="$configs --"; fi ;;
-            copy) if [ "$at" -eq 2 ]; then found=$recipes; else found=$configs; fi ;;
-            path) found="$configs$recipes" ;;
-            demo | setup | show | export | predict | ls | completion | test) ;;
-            *) found=$recipes ;;
-        esac
-    fi
-    COMPREPLY=($(compgen -W "$found" -- "$word"))
-}
-complete -o default -F _NAME CALLED"""
 
 
 def main() -> NoReturn:
@@ -123,19 +93,12 @@ def run(words: list[str]) -> None:
         print("\n".join(find.listing()))
     elif command == "path":
         print(path_of(*rest[:1]))
-    elif command == "completion":
-        print(completion())
-    elif command == "words":  # asked by the completion: the options that may follow
-        found = {option for option in find.options_after(rest) if option.startswith("--")}
-        print(*sorted(option for option in found if f"--{option[2:].replace('-', '_')}" not in found - {option}))
     elif command in IN_CLONE:
         in_clone(command, rest)
     elif command.startswith("-"):
         raise Refused(f"unknown option {command} ({find.COMMAND} alone prints its help)")
     elif os.name != "posix":
-        raise Refused(
-            f"{command} needs Linux, here {', '.join(('ls', 'path', 'completion', '--version'))} work: use WSL"
-        )
+        raise Refused(f"{command} needs Linux, here ls, path and --version work: use WSL")
     elif working_folder_is_gone():  # there torch cannot be imported
         raise Refused(str(Gone()))
     elif command in TOOLS:
@@ -330,17 +293,6 @@ def options_missing(config: Path, options: list[str]) -> list[str]:
     if code:
         sys.exit(code)
     return said.getvalue().split()
-
-
-def completion() -> str:
-    """Completion for bash and zsh: commands and configs for the first word, then each command's arguments and options,
-    folders and files."""
-    called = "launch.sh ./launch.sh" if find.CLONE else find.COMMAND
-    called += f' "{ROOT}/launch.sh"' if find.CLONE else ""
-    name = re.sub(r"\W", "_", find.COMMAND.removeprefix("./"))
-    commands = sorted(WORDS - {"help"} - (set() if find.CLONE else {*IN_CLONE}))
-    text = COMPLETION.replace("ROOT", str(ROOT)).replace("PYTHON", sys.executable).replace("NAME", name)
-    return text.replace("COMMANDS", " ".join(commands)).replace("CALLED", called)
 
 
 if __name__ == "__main__":

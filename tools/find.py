@@ -149,32 +149,6 @@ def flags() -> set[str]:
     return {*single, *(f"--{option[2:].replace('_', '-')}" for option in single if option.startswith("--"))}
 
 
-def options_after(words: list[str]) -> set[str]:
-    """The options that may follow these words: of a recipe that they name, else of the command, else of accelerate
-    launch."""
-    command, *rest = words[words[0] == "launch" :] or [""]
-    file = ROOT / "tools" / f"{'copy_recipe' if command == 'copy' else command}.py"
-    named = [word for word in rest if word in names("recipe")] or ["vit"] * (command == "demo")
-    if file.is_file() and (command == "copy" or not named):
-        return options_of_tool(file)
-    if named:
-        return set(args.parser_of(arguments_of(recipe(named[0])))._option_string_actions)
-    is_config = command in names("config") or Path(command).is_file()
-    return {"--cpu", "--extra"} if command == "setup" else set(launch_options()) if is_config else set()
-
-
-def options_of_tool(file: Path) -> set[str]:
-    """The options in the lines of a tool, which may import torch: those that it adds, and the names in OPTIONS."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        called = isinstance(node, ast.Call) and (getattr(node.func, "attr", None) or getattr(node.func, "id", None))
-        if isinstance(node, ast.Call) and called in ("add_argument", "add"):
-            found |= {word.value for word in node.args if isinstance(word, ast.Constant)}
-        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "OPTIONS":
-            found |= {f"--{name}" for name in ast.literal_eval(node.value)}
-    return {word for word in found if isinstance(word, str)}
-
-
 def is_recipe(file: str | Path) -> bool:
     """Whether a script has the options that all recipes share."""
     return re.search(r"\boptions\.Run\b", Path(file).read_text(errors="replace")) is not None

@@ -1,7 +1,6 @@
 """launch.sh: what it adds to a launch, its commands, and the set-up of an environment."""
 
 import dataclasses
-import importlib
 import os
 import re
 import shutil
@@ -11,10 +10,10 @@ import time
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import CONFIGS, ROOT, fake_accelerate, launched, recipe, record
+from conftest import ROOT, fake_accelerate, launched, recipe, record
 
 import faithful
-from tools import check, commands, compare, find
+from tools import check, compare, find
 
 
 def test_without_arguments_it_helps():
@@ -71,46 +70,6 @@ def test_help_of_a_recipe_starts_nothing(tmp_path, name):
     assert text.startswith(f"usage: {name}.py") and "Train " in text
 
 
-OPTIONS_OF = [("compare single_bf16", "compare"), ("diagnose", "diagnose"), ("check", "check"), ("copy vit", "copy_recipe"),
-              ("estimate", "estimate"), ("advise", "advise"), ("show", "show"), ("export", "export"),
-              ("predict", "predict")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("words", "tool"), OPTIONS_OF)
-def test_completion_knows_the_options_of_a_command(words, tool, capsys, monkeypatch):
-    commands.run(["words", *words.split()])
-    offered = set(capsys.readouterr().out.split())
-    monkeypatch.setattr(sys, "argv", [tool, "--help"])
-    with pytest.raises(SystemExit):
-        importlib.import_module(f"tools.{tool}").main(["--help"])
-    text = capsys.readouterr().out
-    there = set(re.findall(r"(?<![\w`])--[a-z][\w-]*", text[text.rindex("options:") :])) - {"--help"}
-    once = {word for word in there if f"--{word[2:].replace('-', '_')}" not in there - {word}}
-    assert offered == once and offered
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_options_in_each_shell(shell):
-    if not shutil.which(shell):
-        pytest.skip(f"no {shell} here")
-    script = """source <(./launch.sh completion)
-    [ -z "${ZSH_VERSION-}" ] || emulate sh  # as zsh calls it, which then keeps what begins with the word
-    words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _launch_sh
-              echo $(printf '%s\\n' "${COMPREPLY[@]}" | grep -e "^${COMP_WORDS[COMP_CWORD]}"); }
-    words ./launch.sh ddp_b; words ./launch.sh ddp_bf16 --num_p; words ./launch.sh ddp_bf16 vit --learn
-    words ./launch.sh compare single_bf16 -- gpt --seq; words ./launch.sh predict RUN --pro; words ./launch.sh demo --max"""
-    done = launched(shell, *(["-f"] if shell == "zsh" else []), "-c", script)
-    lines = [
-        "ddp_bf16",
-        "--num_processes",
-        "--learning_rate",
-        "--sequence_length",
-        "--prompt",
-        "--max_grad_norm --max_steps",
-    ]
-    assert [" ".join(line.split()) for line in done.stdout.splitlines()] == lines and done.stderr == "", done.stderr
-
-
 def test_the_version_is_said_in_one_place():
     version = re.search('__version__ = "(.*)"', (ROOT / "faithful" / "__init__.py").read_text())[1]
     assert faithful.__version__ == version
@@ -125,20 +84,6 @@ def test_a_clones_amp8_is_there_for_a_script_elsewhere(tmp_path):
     (tmp_path / "own.py").write_text("import sys\nimport amp8\nprint(sys.path[0], amp8.__file__)\n")
     done = launched(sys.executable, "-m", "faithful", tmp_path / "own.py", env={"PYTHONPATH": ""})
     assert done.stdout == f"{tmp_path} {ROOT / 'amp8' / '__init__.py'}\n", done.stderr
-
-
-def test_completion_knows_commands_configs_and_recipes():
-    script = """source <(./launch.sh completion)
-    words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _launch_sh; echo "${COMPREPLY[*]}"; }
-    words ./launch.sh ddp_b; words ./launch.sh comp; words ./launch.sh ddp_bf16 v; words ./launch.sh check zero1
-    words ./launch.sh compare single_bf16 single_fp3; words ./launch.sh compare single_bf16 -- g; words ./launch.sh ""
-    complete -p ./launch.sh"""
-    result = launched("bash", "-c", script)
-    lines = result.stdout.splitlines()
-    assert lines[:3] == ["ddp_bf16", "compare completion", "vit"] and result.stderr == ""
-    assert lines[3].split() == ["zero1_bf16", "zero1_fp16"] and lines[4:6] == ["single_fp32", "gpt"]
-    assert {"demo", "show", *(path.stem for path in CONFIGS.glob("*.yml"))} <= set(lines[6].split())
-    assert "_launch_sh" in lines[7]
 
 
 def test_each_option_of_the_launcher_keeps_its_value(monkeypatch, capsys):

@@ -34,6 +34,7 @@ NAMES = sorted(path.stem for path in CONFIGS.glob("*.yml"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 NO_GPU = Machine(packages=["torchao", "deepspeed"])
 OWN = "train.py"  # a reader's own script, in examples
+COMMANDS = {*cli.TOOLS, *cli.IN_CLONE, "demo", "help", "launch", "ls", "path", "--version"}
 TOOLS = ("advise", "compare", "diagnose", "estimate")  # they take configs, and a recipe behind `--`
 # Measured, and on no page as a table: a sentence links the file, or a test alone reads it.
 WITHOUT_TABLE = {"compare_digits/report.json"}
@@ -152,7 +153,7 @@ def test_launch_sh_lines():
             assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
         elif first in TOOLS and rest:
             check_what_runs_over_configs(first, rest)
-        elif first in (*cli.WORDS, "--version"):
+        elif first in COMMANDS:
             assert len(rest) <= 1 or first == "test", command
         else:  # CONFIG stands for any
             file = f"accelerate_configs/{'ddp_bf16' if first == 'CONFIG' else first}.yml"
@@ -161,7 +162,7 @@ def test_launch_sh_lines():
 
 def test_the_help_of_launch_sh_is_of_commands_that_there_are():
     listed = set(re.findall(r"^  ([\w-]+)", cli.HELP, re.M)) - {"CONFIG"}
-    assert listed == cli.WORDS - {"help"} | {"--version"}
+    assert listed == COMMANDS - {"help"}
     for word in listed:
         assert re.search(rf"\./launch\.sh\s+{word}\b", TEXT), f"no page says what ./launch.sh {word} is for"
 
