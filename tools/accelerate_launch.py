@@ -165,7 +165,6 @@ def what_next(folder: Path) -> None:
         lines.append((f"export {folder}", "the weights as plain fp32 safetensors"))
     if is_recipe and {config, other} <= {*find.names("config")}:
         lines.append((f"compare {config} {other} -- {recipe}", "whether FP8 changes the loss"))
-    lines.append((f"show {folder} --html", "the run as a page, with its curves"))
     print("next:", *(f"  {find.COMMAND} {line}" for line in cli.columns(lines)), sep="\n")
 
 

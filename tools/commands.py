@@ -51,7 +51,7 @@ HELP = """Training recipes for Hugging Face Accelerate: change the config file, 
                              where FP8 hurts: each layer, and what it costs the loss
   estimate [CONFIG...] -- RECIPE [recipe options]
                              memory per process before anything is trained, and what fits
-  show RUN_FOLDER [--html]   a run as a short table: results, memory, what was proved; or as a page
+  show RUN_FOLDER            a run as a short table: results, memory, what was proved
   export RUN_FOLDER          the trained weights as plain fp32 safetensors, from any run or checkpoint
   predict RUN_FOLDER [files] the class of each image, or with --prompt how a text goes on
   copy RECIPE CONFIG DEST    a recipe with its data, models and config in a folder of its own

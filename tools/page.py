@@ -1,4 +1,4 @@
-"""One HTML page from an answer, pictures and tables: what compare and a run's own page are written with.
+"""One HTML page from an answer, pictures and tables: what compare writes.
 
     html = page.whole("title", command, answer=[("single_fp8", "equal within 1%")], parts=[
         page.section("Loss", page.picture(page.lines(series), "What is drawn, in a sentence.", page.legend(names))),
@@ -69,15 +69,6 @@ def section(title: str, *parts: str) -> str:
 def details(summary: str, *parts: str) -> str:
     """What a reader opens if they want it."""
     return f"<details><summary>{html.escape(summary)}</summary>\n{''.join(parts)}</details>"
-
-
-def words(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>"
-
-
-def pairs(rows: Iterable[tuple[str, str]]) -> str:
-    """[(what, words)], one line each."""
-    return "\n".join(f"<div><b>{html.escape(what)}</b> {html.escape(said)}</div>" for what, said in rows)
 
 
 def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
@@ -192,9 +183,9 @@ def line(axes: Axes, points: Points, at: str) -> None:
     axes.plot(x, mean, color=at, lw=2, marker="o" if few else "", clip_on=not few)
 
 
-def lines(series: Sequence[tuple[str, str, Points]], label: str = "optimizer step", falls: bool = True) -> Draw:
-    """Means with their bands over the steps, in one frame. series: [(name, colour, [[step, mean, low, high]])]. falls:
-    over decades a logarithm is drawn, as of a loss."""
+def lines(series: Sequence[tuple[str, str, Points]], label: str = "optimizer step") -> Draw:
+    """Means with their bands over the steps, in one frame, over decades with a logarithm. series: [(name, colour,
+    [[step, mean, low, high]])]."""
 
     def draw(figure: Figure, narrow: bool) -> None:
         height(figure, 240 if narrow else 340)
@@ -202,7 +193,7 @@ def lines(series: Sequence[tuple[str, str, Points]], label: str = "optimizer ste
         for _, at, points in series:
             line(axes, points, at)
         lows, highs = ([point[i] for _, _, points in series for point in points] for i in (2, 3))
-        if falls and min(lows) > 0 and max(highs) / min(lows) > 8:
+        if min(lows) > 0 and max(highs) / min(lows) > 8:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_locator(NullLocator())
@@ -268,24 +259,5 @@ def bars(rows: Sequence[tuple[str, list[tuple[float, str]], str, bool]], label: 
         axes.xaxis.set_major_locator(MaxNLocator(3 if narrow else 6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         named(axes, [row[0] for row in rows], narrow)
-
-    return draw
-
-
-def strip(cells: Sequence[str]) -> Draw:
-    """A row of cells in the order given, in several rows where they are many. cells: [colour]."""
-
-    def draw(figure: Figure, narrow: bool) -> None:
-        across = min(len(cells), 20 if narrow else 50)
-        down = -(-len(cells) // across)
-        # Many cells are squares of at least 16 pixels. As squares a few would be large: these are 40 high.
-        square = max(16, (NARROW if narrow else WIDE) / across)
-        height(figure, 8 + down * (square if across > 8 else 40))
-        axes = figure.add_subplot()
-        for i, at in enumerate(cells):
-            axes.barh(i // across, 0.86, 0.8, left=i % across + 0.07, color=at, lw=0)
-        axes.set_xlim(0, across)
-        axes.set_ylim(down - 0.5, -0.5)
-        axes.set_axis_off()
 
     return draw

@@ -313,7 +313,7 @@ def test_torn_rows_of_metrics_end_no_run(run):
         file.write_bytes(b"\n".join([first, *TORN, b"".join(rest) + last]))
         rows = [row for _, row in readers.rows_of(file)]
         assert [row for row in rows if row is not None] == before and rows.count(None) == len(TORN) + 1
-    assert show.main([str(run), "--html"]) == 0
+    assert show.main([str(run)]) == 0
     train("single_fp32", run, *STEPS, "--max_steps", 4, "--resume_from_checkpoint", run / "checkpoint-2")
     said = Path(f"{run}.log").read_text()
     assert said.count("metrics.jsonl has 11 lines that are damaged, as after a crash: left out") == 1
@@ -337,18 +337,14 @@ def test_a_history_is_rewritten_in_one_step(run, monkeypatch):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "data.json", "run.html"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "data.json"])
 @pytest.mark.parametrize("kind", ["symlink", "pipe"])
 def test_what_a_run_writes_does_not_leave_its_folder(run, outside, name, kind):
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(outside / ".bashrc") if kind == "symlink" else os.mkfifo(run / name)
-    if name == "run.html":
-        with pytest.raises(export.Refused):
-            show.main([str(run), "--html"])
-    else:
-        code = 2 if (name, kind) == ("data.json", "pipe") else 0
-        train("single_fp32", run, *STEPS, "--max_steps", 4, *LATEST, code=code)
-        assert "Traceback" not in Path(f"{run}.log").read_text()
+    code = 2 if (name, kind) == ("data.json", "pipe") else 0
+    train("single_fp32", run, *STEPS, "--max_steps", 4, *LATEST, code=code)
+    assert "Traceback" not in Path(f"{run}.log").read_text()
     assert untouched(outside)
 
 
@@ -692,9 +688,8 @@ def test_a_record_that_no_run_writes_is_shown_or_refused(run, path, to, capsys):
     made = json.loads((run / "run.json").read_text())
     changed(made, *path, to=to)
     (run / "run.json").write_text(json.dumps(made))
-    for words in ([], ["--html"]):
-        try:
-            show.main([str(run), *words])
-        except export.Refused as error:
-            assert f"{run}/run.json" in str(error) and len(str(error).splitlines()) == 1
+    try:
+        show.main([str(run)])
+    except export.Refused as error:
+        assert f"{run}/run.json" in str(error) and len(str(error).splitlines()) == 1
     assert records.read(run)["folder"] == run

@@ -48,7 +48,7 @@ def test_it_prints_the_line_and_becomes_it(tmp_path):
     [after] = [i for i, line in enumerate(lines) if line == "next:"]
     commands = [line.split("  ")[1] for line in lines[after + 1 :]]
     assert commands == [f"./launch.sh predict {out} FILE", f"./launch.sh export {out}",
-                        "./launch.sh compare single_bf16 single_fp8 -- vit", f"./launch.sh show {out} --html"]  # fmt: skip
+                        "./launch.sh compare single_bf16 single_fp8 -- vit"]  # fmt: skip
     shown = launched("./launch.sh", "show", str(out))
     assert "single_bf16, finished" in shown.stdout and "accuracy" in shown.stdout
     rest = [line for line in shown.stdout.splitlines() if not line.startswith(("  measured ", "  note "))]

@@ -193,7 +193,7 @@ def test_every_command_does_its_work_where_pip_put_it(installed, tmp_path):
     recipes("compare", "single_fp8", "--seeds", "1", "--no-twin", "--", "vit", "--max_steps", "6", says="single_fp8")
     [made] = (tmp_path / "runs").glob("compare-vit-*/single_fp8-seed0")
     assert (made.parent / "report.html").exists()
-    recipes("show", made, "--html", says="run.html")
+    recipes("show", made, says="finished")
     recipes("export", made, says="export.safetensors")
     recipes("predict", made, "a.png", says="a.png")
     recipes("copy", "vit", "ddp_fp8_msamp_o2", "mine", says="mine: ")

@@ -48,7 +48,6 @@ def test_the_model_and_the_record_are_of_the_best_step(tmp_path, config):
     assert records.read(run)["problem"] is None and records.read(run)["metrics"][-1]["step"] == 25
     table = dict(show.rows(records.record_of(run)))
     assert table["model"] == "of step 10, the best eval_loss" and table["optimizer steps"] == "25"
-    assert "<b>model</b> of step 10, the best eval_loss" in show.page_of(run)
 
 
 def test_a_last_step_that_is_the_best_needs_no_checkpoint(tmp_path):

@@ -62,8 +62,7 @@ def compared(run):
     attempt(judge.make, [read, records.read(run.parent / "run")], "")
 
 
-def drawn(run):
-    attempt(believing, show.page_of, run)
+def next_of(run):
     attempt(accelerate_launch.what_next, run)
 
 
@@ -115,8 +114,8 @@ def nothing(run):
 
 
 READERS = {  # name: (file, fast, slow)
-    "record": ("run.json", of_record, drawn),
-    "metrics": ("metrics.jsonl", compared, drawn),
+    "record": ("run.json", of_record, next_of),
+    "metrics": ("metrics.jsonl", compared, next_of),
     "data": ("data.json", of_data, predicted),
     "report": ("report.json", of_report, nothing),
     "manifest": ("checkpoint-4/manifest.json", of_checkpoint, nothing),
