@@ -5,9 +5,9 @@
 
 writes recipes/vit.py, the modules of shared/ that it imports, the YAML, pinned requirements, a test that trains two
 steps, and a README of ten lines.
-faithful and amp8 stand beside them in this project's wheel, which the requirements name and which has these commands;
-with --vendored they are written as source, to be changed. With --plain the recipe imports Accelerate's own Accelerator,
-and needs neither. The modules are found by reading the imports, including those inside functions.
+faithful and amp8 stand beside them in this project's wheel, which the requirements name and which has these commands.
+With --plain the recipe imports Accelerate's own Accelerator, and needs neither. The modules are found by reading the
+imports, including those inside functions.
 """
 
 import ast
@@ -98,9 +98,7 @@ def wheel(folder: Path) -> str:
         done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise Refused(
-            f"the wheel of faithful and amp8 cannot be built ({reason}): install setuptools>=77, or --vendored"
-        )
+        raise Refused(f"the wheel of faithful and amp8 cannot be built ({reason}): install setuptools>=77")
     return done.stdout.split()[-1]
 
 
@@ -119,8 +117,8 @@ def refuse_plain(recipe: str, name: str, wanted: Settings) -> None:
         )
 
 
-def copy(recipe: str, config: str, destination: Path, vendored: bool = False, plain: bool = False) -> list[Path]:
-    """Writes `destination`. Returns the relative paths written. vendored: faithful and amp8 as source."""
+def copy(recipe: str, config: str, destination: Path, plain: bool = False) -> list[Path]:
+    """Writes `destination`. Returns the relative paths written."""
     source = find.recipe(recipe)
     yml, mapping = find.sound_config(config)
     wanted = read_env(to_env(mapping))
@@ -130,11 +128,8 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
         raise Refused(f"{destination} is there and not empty: choose a new folder")
     cli.make_folder(destination)
     files, packages = needed(source, plain)
-    ours = {path for path in files if path.is_relative_to(BESIDE / "faithful")}
-    if vendored:
-        files += [*(ROOT / "faithful").rglob("*.md"), *sorted((BESIDE / "amp8").glob("*.py"))]
     written = []
-    for path in [*(path for path in files if vendored or path not in ours), yml]:
+    for path in [*(path for path in files if not path.is_relative_to(BESIDE / "faithful")), yml]:
         base = next((base for base in (ROOT, BESIDE) if path.resolve().is_relative_to(base)), None)
         at = path.resolve().relative_to(base) if base else Path("accelerate_configs", path.name)
         cli.make_folder((destination / at).parent)
@@ -143,12 +138,12 @@ def copy(recipe: str, config: str, destination: Path, vendored: bool = False, pl
     if plain:
         page = destination / "recipes" / source.name
         page.write_text(page.read_text().replace(IMPORT, PLAIN_IMPORT))
-    built = None if vendored or plain else wheel(destination)
+    built = None if plain else wheel(destination)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     engine = extras[wanted.rules.package] if wanted.rules.package else []
     more = [*engine, *([f"./{built}"] if built else [])]
     (destination / "requirements.txt").write_text(pins(packages) + "".join(f"{line}\n" for line in more))
-    (destination / "README.md").write_text(readme(source, yml, destination, built, plain, wanted.strategy))
+    (destination / "README.md").write_text(readme(source, yml, destination, built, wanted.strategy))
     (destination / "test_copy.py").write_text(smoke_test(source, yml, plain, wanted.strategy))
     made = ["requirements.txt", "README.md", "test_copy.py", *([built] if built else [])]
     return sorted([*written, *map(Path, made)])
@@ -184,13 +179,13 @@ if __name__ == "__main__":
 '''
 
 
-def readme(source: Path, yml: Path, destination: Path, built: str | None, plain: bool, strategy: str) -> str:
+def readme(source: Path, yml: Path, destination: Path, built: str | None, strategy: str) -> str:
     what = ast.get_docstring(ast.parse(source.read_text())).splitlines()[0]  # pyrefly: ignore[missing-attribute]
-    where = f"`{built}` has its Accelerator" if built else "`faithful/` has its Accelerator, `amp8/` its FP8"
+    where = f"`{built}` has its Accelerator"
     command, without_gpu = f"accelerate launch --config_file accelerate_configs/{yml.name} recipes/{source.name}", ""
-    if plain:
+    if not built:
         where = "Its Accelerator is Accelerate's own: nothing checks that a run is what the YAML says"
-    if plain and strategy == "ddp":  # `use_cpu: true` in the YAML gives runs of one process each, in one folder
+    if not built and strategy == "ddp":  # `use_cpu: true` in the YAML gives runs of one process each, in one folder
         without_gpu = f"\n    ACCELERATE_USE_CPU=true {command}  # without a GPU"
     text = (
         f"`recipes/{source.name}` says what is trained, the YAML says how. `shared/` has its data and models. {where}. "
@@ -214,13 +209,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("recipe", help=f"its name, as {find.COMMAND} ls lists it")
     parser.add_argument("config", help="its name, or the path of a YAML file")
     parser.add_argument("destination", type=Path, help="a folder that is not there yet, or empty")
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--vendored", action="store_true", help="faithful and amp8 as source, not as a wheel")
-    ways.add_argument("--plain", action="store_true", help="Accelerate's own Accelerator, without faithful")
+    parser.add_argument("--plain", action="store_true", help="Accelerate's own Accelerator, without faithful")
     args = parser.parse_args(argv)
     try:
         with progress.waiting("copies, and builds the wheel"):
-            written = copy(args.recipe, args.config, args.destination, args.vendored, args.plain)
+            written = copy(args.recipe, args.config, args.destination, args.plain)
     except OSError as error:
         raise Refused(str(error)) from None
     to_read = [path for path in written if path.suffix != ".whl" and (args.destination / path).stat().st_size]

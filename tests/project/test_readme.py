@@ -143,11 +143,7 @@ def test_launch_sh_lines():
             assert set(named) <= {*NAMES}, command
         elif first == "copy":
             name, config, _, *ways = rest
-            assert (
-                set(ways) <= {"--plain", "--vendored"}
-                and config in NAMES
-                and (ROOT / "recipes" / f"{name}.py").is_file()
-            ), command
+            assert set(ways) <= {"--plain"} and config in NAMES and (ROOT / "recipes" / f"{name}.py").is_file(), command
         elif first in ("predict", "export", "show") and len(rest) > 1:
             options = [word for word in rest if word.startswith("--")]
             assert all(f'"{o}"' in (ROOT / "tools" / f"{first}.py").read_text() for o in options), command
