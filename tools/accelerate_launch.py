@@ -157,9 +157,9 @@ def what_next(folder: Path) -> None:
         return
     lines, is_recipe = [], (folder / "data.json").exists() and recipe in find.names("recipe")
     if is_recipe:
-        what = {"gpt": '--prompt "The "', "sft": '--prompt "QUESTION"', "dpo": '--prompt "QUESTION"', "diffusion": ""}
-        what |= dict.fromkeys(("bert", "embed"), '--prompt "TEXT"')
-        what = what.get(recipe, "FILE")
+        what = "" if recipe == "diffusion" else "FILE"
+        if recipe in find.PROMPTS:
+            what = f'--prompt "{find.PROMPTS[recipe]}"'
         lines.append((f"predict {folder} {what}", "use the model"))
     if (folder / "model").exists():
         lines.append((f"export {folder}", "the weights as plain fp32 safetensors"))

@@ -18,7 +18,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from faithful import Refused  # noqa: E402
 from faithful.config import config_file  # noqa: E402
 from faithful.config.settings import read_env, to_env  # noqa: E402
-from faithful.launch import launcher, machine  # noqa: E402
+from faithful.launch import machine  # noqa: E402
 from tools import cli, find, paired  # noqa: E402
 from tools.find import option  # noqa: E402
 
@@ -168,11 +167,6 @@ def notes(diagnosis: dict[str, Any]) -> list[str]:
     ]
 
 
-def ends_with_this() -> None:
-    """Called in the child before it becomes the launcher: it ends when this process is killed."""
-    launcher.end_with_the_parent(signal.SIGTERM)
-
-
 def refuse_unfit(name: str, mapping: dict[str, Any]) -> None:
     """Raises Refused for a config in which no layer could be looked at."""
     settings = read_env(to_env(mapping))
@@ -251,7 +245,7 @@ def main(argv: list[str]) -> int:
     command += ["--num_processes", str(args.num_processes)] if args.num_processes else []
     command += [str(ROOT / "tools" / "watch.py"), "--to", str(out)]
     command += [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
-    code = subprocess.run([*command, str(script), *script_options], preexec_fn=ends_with_this).returncode
+    code = subprocess.run([*command, str(script), *script_options], preexec_fn=cli.die_with_me).returncode
     shutil.rmtree(out / "run", ignore_errors=True)  # what the script wrote beside its record, of which there is none
     if not (out / "watched.json").exists():
         return code or 1

@@ -356,33 +356,27 @@ def held_out(run: Path, record: dict[str, Any], count: int) -> dict[str, torch.T
 
     args, recipe = record["args"], record["recipe"]
     tokenizer = str(run / "model") if (run / "model" / "tokenizer.json").is_file() else None
-    if recipe == "gpt":
-        names = ["input_ids"]
-        what = args["dataset"], args["sequence_length"], args["vocab_size"], args["packing"]
-        _, part = text.texts(*what, tokenizer)
-    elif recipe == "sft":
-        names = ["input_ids"]
-        what = args["dataset"], args["sequence_length"], args["packing"], args["skip_long"]
-        _, part = sft.chats(*what, tokenizer)
-    elif recipe == "embed":
-        _, both = pairs.pairs(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
-        rows = both.__getitems__(range(min(count, len(both))))
-        return {name: rows[name][:, 0] for name in ("input_ids", "attention_mask")}
-    elif recipe == "dpo":
-        what = args["dataset"], args["sequence_length"], args["skip_long"]
-        both = dpo.preferences(*what, tokenizer)[1]
-        return {"input_ids": both.__getitems__(range(min(count, len(both))))["input_ids"][:, 0]}
-    elif recipe == "bert":
-        names = ["input_ids", "attention_mask"]
-        _, part = text.labelled(args["dataset"], args["sequence_length"], args["vocab_size"], tokenizer)
+    if recipe in find.PROMPTS:
+        readers: dict[str, tuple[Any, ...]] = {
+            "gpt": (text.texts, "vocab_size", "packing"),
+            "sft": (sft.chats, "packing", "skip_long"),
+            "dpo": (dpo.preferences, "skip_long"),
+            "bert": (text.labelled, "vocab_size"),
+            "embed": (pairs.pairs, "vocab_size"),
+        }
+        reader, *more = readers[recipe]
+        _, part = reader(args["dataset"], args["sequence_length"], *(args[name] for name in more), tokenizer)
     else:
-        names = ["pixel_values"]
         config = None if recipe == "diffusion" else vision.data_config(args["model"], args["pretrained"])
         _, part = images.images(args["dataset"], args.get("image_size"), config, args["seed"], args["skip_broken"])
     rows = part.__getitems__(range(min(count, len(part))))
     if recipe == "diffusion":
         times = torch.linspace(0, 1, len(rows["labels"]))
         return {"images": rows["pixel_values"], "times": times, "labels": rows["labels"]}
+    if recipe in ("embed", "dpo"):  # the first of each pair
+        rows = {name: values[:, 0] for name, values in rows.items() if name in ("input_ids", "attention_mask")}
+    names = ["pixel_values"] if recipe not in find.PROMPTS else ["input_ids"]
+    names += ["attention_mask"] if recipe in ("bert", "embed") else []
     return {name: rows[name] for name in names}
 
 
@@ -413,7 +407,7 @@ def to_onnx(run: Path, output: Path | None = None, step: int | str | None = None
     model, record, source = load(run, step)
     inputs = held_out(run, record, samples)
     sizes, shorter = {0: torch.export.Dim("batch")}, None
-    if record["recipe"] in ("gpt", "sft", "dpo", "bert", "embed"):
+    if record["recipe"] in find.PROMPTS:
         model, length = Logits(model).eval(), inputs["input_ids"].shape[1]
         sizes[1], shorter = torch.export.Dim("tokens", max=length), length // 2
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)

@@ -25,6 +25,7 @@ FOLDERS = {"config": (ROOT / "accelerate_configs", ".yml"), "recipe": (ROOT / "r
 GROUPS: dict[str, str] = {}  # {first word of a name: title}
 for rules in STRATEGIES.values():
     GROUPS.setdefault(rules.family, rules.title)
+PROMPTS = {"gpt": "The ", "sft": "QUESTION", "dpo": "QUESTION", "bert": "TEXT", "embed": "TEXT"}  # recipes of texts
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 

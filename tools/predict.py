@@ -30,7 +30,7 @@ with progress.waiting("imports torch"):
 from faithful.disk.names import files_below, printable  # noqa: E402
 from shared import images  # noqa: E402
 from shared.args import Refused  # noqa: E402
-from tools import cli  # noqa: E402
+from tools import cli, find  # noqa: E402
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -222,9 +222,10 @@ def main(argv: list[str]) -> None:
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    ways = {"gpt": of_text, "sft": of_text, "dpo": of_text, "bert": of_text, "embed": of_text, "diffusion": drawn}
     with progress.waiting("predicts"):
-        said = ways.get(record_of(args.run)["recipe"], of_images)(args, device)
+        recipe = record_of(args.run)["recipe"]
+        way = of_text if recipe in find.PROMPTS else drawn if recipe == "diffusion" else of_images
+        said = way(args, device)
     print(said)
 
 

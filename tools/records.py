@@ -45,11 +45,9 @@ SEEN = {
     "loss_curve": [lambda at: isinstance(at, list) and len(at) == 2 and number(at[0]) and logged_number(at[1])],
 }  # fmt: skip
 EVIDENCE = {
-    "measured?": words, "parameters?": COUNT, "linear_total": COUNT, "linear_converted": COUNT, "linear_names": [str],
-    "linear_skipped": [{"name": str, "reason": str}], "share_converted": NOT_ALWAYS, "eval_precision": str,
-    "initial_weights": words, "optimizer_owns_all": (None, bool), "wire_bytes_per_step": NOT_ALWAYS,
-    "bytes_per_parameter": (None, {str: number}), "share_per_process?": {str: number},
-    "dtypes": {"parameters": {str: COUNT}, "gradients": {str: COUNT}, "optimizer_state": {str: {str: COUNT}}},
+    "measured?": words, "parameters?": COUNT, "linear_total": COUNT, "linear_converted": COUNT,
+    "linear_skipped": [{"name": str, "reason": str}], "eval_precision": str, "initial_weights": words,
+    "wire_bytes_per_step": NOT_ALWAYS, "bytes_per_parameter": (None, {str: number}),
 }  # fmt: skip
 THROUGHPUT = {
     key: NOT_ALWAYS for key in ("samples_per_second_median", "step_seconds_median", "step_seconds_p90",
