@@ -296,6 +296,17 @@ def resumed(config, run, *argv, without="checkpoint-6", **kwargs):
     return part
 
 
+def assert_exported(run, step, files):
+    """A checkpoint of the run's last step, in so many files, is exported as the finished model's weights."""
+    from tools import export
+
+    out = run.parent / "exported.safetensors"
+    assert f"from checkpoint-{step} ({files} files)" in export.export(run, out, step=step)
+    made, final = load_file(out), weights(run)
+    assert made.keys() == final.keys()
+    assert all(made[name].equal(final[name].float()) and made[name].dtype == torch.float32 for name in made)
+
+
 def refusal(config, output_dir, *argv, **kwargs):
     """What a run says that is refused: one line, and no traceback."""
     log = Path(f"{train(config, output_dir, *argv, code=2, **kwargs)}.log").read_text()

@@ -57,16 +57,6 @@ def test_a_copy_is_a_plain_model_of_the_true_weights(level):
     assert all(torch.equal(tensor, before[name]) for name, tensor in twin.state_dict().items())
 
 
-def test_a_layer_that_thaws_under_o3_gets_its_master():
-    model = linears(32, 32, 32)
-    model[0].requires_grad_(False)
-    model, optimizer = start(model, "O3")
-    model[0].weight.requires_grad_(True)
-    before = amp8.master_state_dict(model)["0.weight"].clone()
-    train(model, optimizer, loss_of, range(2))
-    assert model[0].master is not None and not torch.equal(amp8.master_state_dict(model)["0.weight"], before)
-
-
 def test_amsgrad_s_state_is_refused():
     plain = linears(32, 32)
     adam = torch.optim.AdamW(plain.parameters(), amsgrad=True)
@@ -157,13 +147,6 @@ def test_a_gathered_weight_has_no_gradient_of_its_own(rank, world):
     out = model(torch.ones(16, 32)).sum() + model[0].weight.float().sum()
     with pytest.raises(RuntimeError, match="^0.weight was used without calling 0, as if its codes were values"):
         out.backward()
-
-
-@on_ranks(2)
-def test_a_sharded_model_that_is_cast_is_refused(rank, world):
-    model, _ = start(fully_shard(linears(32, 32)))
-    with pytest.raises(RuntimeError, match="has a plain weight: don't cast the model"):
-        model.bfloat16()(torch.ones(16, 32))
 
 
 @on_ranks(2)

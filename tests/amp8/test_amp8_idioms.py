@@ -383,6 +383,11 @@ def test_o3_keeps_a_frozen_weight_as_it_was_until_it_thaws():
     assert torch.equal(model[0].true_weight(), before)
     model(seeded(16, 32)).sum().backward()
     optimizer.step()
+    assert torch.equal(model[0].true_weight(), before)
+    model[0].requires_grad_(True)
+    model(seeded(16, 32)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].true_weight(), before)
 
 
 def test_a_layer_of_integers_raises():

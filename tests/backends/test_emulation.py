@@ -507,13 +507,6 @@ def test_frozen_parameters_and_first_layers_get_no_gradient(recipe):
     assert linear.weight.grad is None and torch.equal(linear.bias.grad, torch.full((96,), 16.0))
 
 
-def test_leading_dimensions():
-    for recipe in RECIPES:
-        with torch.autocast("cpu", torch.bfloat16):
-            out, dx, dw, db = run(layer(recipe), seeded(5, 1, 64), seeded(5, 1, 96))
-        assert out.shape == (5, 1, 96) and dw.shape == (96, 64) and dw.count_nonzero() > 3000
-
-
 @every_recipe
 def test_rows_of_zeros_change_nothing(recipe):
     """Rows of zeros change nothing: a GPU pads the rows with them to a multiple of 16, which FP8 products need."""

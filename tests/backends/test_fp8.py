@@ -122,7 +122,7 @@ def test_torchao_is_imported_in_silence():
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("single_fp8_te", "single_fp8_te_mxfp8", "fsdp_fp8_te_mxfp8", "single_fp8_te_nvfp4",
                          "ddp_fp8_te_nvfp4", "fsdp_fp8_te_nvfp4", "ddp_fp8_te", "fsdp_fp8", "single_fp8_msamp_o1",
-                         "ddp_fp8_msamp_o2_te", "ddp_fp8_msamp_o2_fp4", "ddp_fp8_msamp_o3")
+                         "ddp_fp8_msamp_o2_te", "ddp_fp8_msamp_o2_fp4", "ddp_fp8_msamp_o3", "hsdp_fp8_msamp_o2")
         ),
     ],
 )  # fmt: skip
@@ -171,24 +171,10 @@ def resolved(name):
 
 
 @pytest.mark.parametrize("name", ["fsdp_fp8", "fsdp_fp8_ao_rowwise"])
-def test_torchao_emulates_without_fp8_hardware_alone_and_computes_the_same(name):
-    """torchao emulates only without FP8 hardware, and computes the same: output and both gradients in bf16 equal those
-    of torch._scaled_mm."""
-    from torchao.float8 import convert_to_float8_training
-
-    rehearsal, sides = resolved(name), []
+def test_torchao_emulates_without_fp8_hardware_alone(name):
+    rehearsal = resolved(name)
     on_a_card = dataclasses.replace(rehearsal, device="cuda", rehearsal=False, emulated=False)
-    configs = [torchao.config(planned) for planned in (rehearsal, on_a_card)]
-    assert [config.emulate for config in configs] == [True, False]
-    for config in configs:
-        torch.manual_seed(0)
-        layer = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16(), config=config)
-        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-        y = layer(x)
-        (y * torch.randn(32, 48)).sum().backward()
-        sides.append((y, x.grad, layer[0].weight.grad))
-    for emulated, real in zip(*sides, strict=True):
-        assert (emulated - real).norm() <= (0 if "rowwise" in name else 1e-6) * real.norm() and real.norm() > 0
+    assert [torchao.config(planned).emulate for planned in (rehearsal, on_a_card)] == [True, False]
 
 
 @pytest.mark.parametrize("rows", [10, 32])

@@ -83,10 +83,6 @@ def test_who_lacks_a_file_is_named(tmp_path):
     assert json.loads((newest / "trainer_state.json").read_text())["steps"]["taken"] == 6
 
 
-def files_in(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("checkpoint-*/*")}
 
@@ -113,7 +109,7 @@ def test_a_new_run_overwrites_no_checkpoint_of_an_earlier_one_on_any_disk(disks,
 @pytest.mark.parametrize("argv", [(), pytest.param(LATEST, marks=pytest.mark.slow)], ids=["new", "latest"])
 def test_a_run_is_refused_on_all_machines_while_another_one_trains_on_one_disk(disks, tmp_path, argv):
     new = shutil.copytree(disks / "run", tmp_path / "new")
-    before, lock = files_in(new), launcher.lock_folder(new / "1")
+    before, lock = faulty_io.snapshot(new), launcher.lock_folder(new / "1")
 
     def impatient(rank):
         os.close(lock)  # the fork's: the parent holds it still
@@ -122,7 +118,7 @@ def test_a_run_is_refused_on_all_machines_while_another_one_trains_on_one_disk(d
     trained("fsdp_bf16", tmp_path / "run", new, *argv, also=impatient, code=2)
     os.close(lock)
     said = f"refused: another run is writing to {tmp_path}/run: let it end, or choose another folder (node1)"
-    assert said in (tmp_path / "run.log").read_text() and files_in(new) == before
+    assert said in (tmp_path / "run.log").read_text() and faulty_io.snapshot(new) == before
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, metrics, refusal, train
+from faulty_io import snapshot
 from loop import loop
 
 from faithful import arguments
@@ -27,10 +28,6 @@ STEPS = ("--save_steps", 1, "--save_total_limit", 2, "--eval_steps", 0, "--loggi
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     return train("single_fp32", tmp_path_factory.mktemp("finished") / "run", "--max_steps", 3, *STEPS)
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 TRAINERS = {"trainer_state.json": '{"global_step": 3}', "optimizer.pt": "p", "rng_state.pth": "r"}  # transformers'
@@ -67,7 +64,7 @@ def test_what_others_have_put_there_stays(tmp_path):
     left.touch()
     before = {name: (run / name).read_bytes() for name in THEIRS}
     train("single_fp32", run, "--max_steps", 5, *STEPS, code=1)
-    assert contents(run).items() >= before.items() and not left.parent.exists()
+    assert snapshot(run).items() >= before.items() and not left.parent.exists()
     ours = [path.name for path in checkpoints.list_checkpoints(run) if checkpoints.identity(path)]
     assert ours == ["checkpoint-5", "checkpoint-4"] and len({row["step"] for row in metrics(run)}) == 5
     why = (f"{run}/checkpoint-1.tmp is somebody else's", "its manifest.json is another", "its trainer_state.json is")
@@ -78,8 +75,8 @@ def test_what_others_have_put_there_stays(tmp_path):
 def test_a_staged_checkpoint_does_not_replace_what_is_not_of_a_checkpoint(finished, tmp_path):
     folder = shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3" / ".checkpoint.tmp").parent
     put(folder, TRAINERS)
-    before = contents(tmp_path)
-    assert checkpoints.unsound(folder) and contents(tmp_path) == before
+    before = snapshot(tmp_path)
+    assert checkpoints.unsound(folder) and snapshot(tmp_path) == before
     (folder / "trainer_state.json").unlink()
     assert checkpoints.unsound(folder) is None and (folder / "optimizer.pt").read_text() == "p"
 
@@ -105,7 +102,7 @@ def test_a_new_run_moves_all_that_a_finished_one_left(finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     train("single_fp32", run, "--max_steps", 4, *STEPS, "--learning_rate", 0.01)
     [aside] = run.glob("run_*")
-    assert contents(aside) == contents(finished)
+    assert snapshot(aside) == snapshot(finished)
     assert "its record is now in run_" in (tmp_path / "run.log").read_text()
     ids = {checkpoints.identity(path)["run"] for path in checkpoints.list_checkpoints(run)}
     assert len(ids) == 1 and ids != {checkpoints.identity(aside / "checkpoint-3")["run"]}
@@ -137,7 +134,7 @@ def test_a_run_that_is_refused_because_another_one_trains_there_changes_nothing(
     train("single_fp32", run, *argv, before=before, code=2, **({"script": functools.partial(script)} if script else {}))
     os.close(lock)
     assert "refused: another run is writing to" in (tmp_path / "run.log").read_text()
-    assert contents(run) == contents(finished)
+    assert snapshot(run) == snapshot(finished)
 
 
 def test_two_runs_of_one_second_have_two_folders(monkeypatch):

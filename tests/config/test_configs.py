@@ -80,17 +80,19 @@ def test_compiles(tmp_path, name):
     assert distance(run, eager) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["single_bf16", "ddp_fp32", "fsdp_bf16"])
+@pytest.mark.parametrize("name", ["single_bf16", "ddp_fp32", "fsdp_bf16", "tp_bf16"])
 def test_accelerate_launch_itself(tmp_path, name):
     """A run by `accelerate launch` is the same as a forked run of the other tests, once per strategy."""
-    out = tmp_path / "run"
+    out, recipe, steps = tmp_path / "run", "vit", STEPS
+    if name == "tp_bf16":  # for models of transformers
+        recipe, steps = "gpt", (*STEPS, "--dataset", ROOT / "shared", "--sequence_length", 32, "--model", "llama_nano")
     command = ["accelerate", "launch", "--config_file", f"accelerate_configs/{name}.yml", "--main_process_port", "0"]
-    result = launched(*command, "recipes/vit.py", "--output_dir", str(out), *map(str, STEPS))
+    result = launched(*command, f"recipes/{recipe}.py", "--output_dir", str(out), *map(str, steps))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("asked: vit") == 1
+    assert result.stdout.count(f"asked: {recipe}") == 1
     made = record(out)
     assert made["config"]["name"] == name and "accelerate" in made["command"]
-    twin = train(name, tmp_path / "twin", *STEPS)
+    twin = train(name, tmp_path / "twin", *steps, name=recipe)
     assert distance(out, twin) == 0
     assert made["plan"] == record(twin)["plan"] and made["evidence"] == record(twin)["evidence"]
 

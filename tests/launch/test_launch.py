@@ -203,8 +203,7 @@ def test_an_interrupted_set_up_is_finished_by_the_next(tmp_path):
     assert code == 0 and "--require-hashes" in calls
 
 
-@pytest.mark.parametrize("with_git", [False])
-def test_a_copied_recipe_runs_from_an_empty_folder(tmp_path, with_git):
+def test_a_copied_recipe_runs_from_an_empty_folder(tmp_path):
     project = tmp_path / "mine"
     (project / "recipes").mkdir(parents=True)
     shutil.copy(ROOT / "recipes" / "vit.py", project / "recipes")

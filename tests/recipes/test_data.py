@@ -28,11 +28,6 @@ def test_the_order_of_a_run(length, batch):
         assert {index % length for index in whole} == set(range(length))  # what one epoch leaves out, another has
 
 
-def test_a_set_shorter_than_a_batch_is_refused():
-    with pytest.raises(Refused, match="31 samples, less than one global batch of 32"):
-        data.Order(31, 32, 0, data.Progress({}))
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_evaluation_counts_every_sample_once(tmp_path, world):
     """Evaluation counts every sample once: held-out sets of 1 to 17 samples, batches of 1 to 5, on 1 and 2 processes."""

@@ -197,10 +197,6 @@ def test_a_refusal_stands_on_its_own_line_below_a_bar(capfd, monkeypatch):
     assert "refused: why" in lines and "refused: again" in lines and "" not in lines[-1:]
 
 
-def test_this_process_was_not_adopted():
-    assert launcher.is_orphan() == (os.getppid() == 1 or os.getsid(os.getppid()) != os.getsid(0))
-
-
 def test_a_dead_launcher_ends_its_process(monkeypatch):
     done = []
     monkeypatch.setattr(signal, "alarm", lambda seconds: done.append(("alarm", seconds)))

@@ -6,7 +6,19 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, ROOT, distance, losses, metrics, record, refusal, signalled, train, weights
+from conftest import (
+    CONFIGS,
+    ROOT,
+    assert_exported,
+    distance,
+    losses,
+    metrics,
+    record,
+    refusal,
+    signalled,
+    train,
+    weights,
+)
 from safetensors.torch import load_file
 
 from faithful.checkpoint import checkpoints
@@ -63,11 +75,7 @@ def test_stopped_and_resumed_it_is_the_same_run_and_exports_its_weights(whole, t
     assert [path.name for path in checkpoints.list_checkpoints(again)] == ["checkpoint-5"]
     train(O2, again, *STEPS, *LATEST)
     assert metrics(again) == metrics(run) and distance(again, run) == 0
-    line = export.export(again, tmp_path / "out.safetensors", step=8)
-    assert "from checkpoint-8 (2 files)" in line
-    made, final = load_file(tmp_path / "out.safetensors"), weights(run)
-    assert made.keys() == final.keys()
-    assert all(made[name].equal(final[name]) and made[name].dtype == torch.float32 for name in made)
+    assert_exported(again, 8, 2)
     parts = [load_file(run / "checkpoint-8" / f"rank{rank}.safetensors") for rank in (0, 1)]
     name = "0:rows/model/blocks.0.mlp.fc1.weight"
     assert [part[name].shape for part in parts] == [torch.Size([128, 64])] * 2
@@ -147,17 +155,6 @@ def test_frozen_and_tied_weights(whole, tmp_path):
 def export_of(run, step, folder):
     export.export(run, folder / f"{step}.safetensors", step=step)
     return load_file(folder / f"{step}.safetensors")
-
-
-@pytest.mark.slow
-def test_hsdp_resumes_and_exports(tmp_path):
-    config = "hsdp_fp8_msamp_o2"
-    run = train(config, tmp_path / "run", *STEPS)
-    again = train(config, tmp_path / "again", *STEPS, "--resume_from_checkpoint", run / "checkpoint-4")
-    assert losses(again) == losses(run)[4:] and distance(again, run) == 0
-    assert "(2 files)" in export.export(run, tmp_path / "out.safetensors", step=8)
-    made, final = load_file(tmp_path / "out.safetensors"), weights(run)
-    assert made.keys() == final.keys() and all(made[name].equal(final[name]) for name in made)
 
 
 def test_another_optimizer_is_refused_in_one_line(tmp_path):

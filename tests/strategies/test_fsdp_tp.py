@@ -5,14 +5,12 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, distance, edited, launched, record, refusal, resumed, train, weights
-from safetensors.torch import load_file
+from conftest import CONFIGS, assert_exported, distance, edited, launched, record, refusal, resumed, train, weights
 from test_tp import FP64, STEPS, assert_estimated, assert_same_training, in_float64, losses_and_norms
 
 from faithful import Accelerator
 from faithful.strategies.tp import DTensor, Scaler
 from faithful.tensors.names import local
-from tools import export
 
 HALF = ("--per_device_train_batch_size", 4)  # in each of two groups
 
@@ -52,9 +50,7 @@ def test_what_each_process_holds_and_that_it_resumes(tmp_path):
     one = train("single_bf16", tmp_path / "one", *STEPS, "--save_steps", 0, name="gpt")
     assert losses_and_norms(run) == pytest.approx(losses_and_norms(one), rel=1e-2)
     resumed("fsdp_tp_bf16", run, *STEPS, *HALF, name="gpt")
-    assert "from checkpoint-6 (4 files)" in export.export(run, tmp_path / "out.safetensors", step=6)
-    exported = load_file(tmp_path / "out.safetensors")
-    assert exported.keys() == final.keys() and all(exported[name].equal(final[name]) for name in final)
+    assert_exported(run, 6, 4)
 
 
 def test_its_fp8_trains_as_fsdp_s_and_resumes(tmp_path):
@@ -140,6 +136,4 @@ def test_accelerates_example_of_three_dimensions_is_one_process_s_run(tmp_path):
     assert losses_and_norms(run) == pytest.approx(losses_and_norms(one), rel=1e-12)
     made = record(run)["evidence"]
     assert made["share_per_process"]["weight"] == pytest.approx(0.25, abs=2e-3)
-    assert "from checkpoint-4 (4 files)" in export.export(run, tmp_path / "out.safetensors", step=4)
-    exported, final = load_file(tmp_path / "out.safetensors"), weights(run)
-    assert all(exported[name].equal(final[name].float()) for name in final)
+    assert_exported(run, 4, 4)

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
-from conftest import CONFIGS, distance, metrics, record, resumed, train, weights
-from safetensors.torch import load_file
+from conftest import CONFIGS, assert_exported, distance, metrics, record, resumed, train
 from test_tp import STEPS, assert_estimated, in_float64, losses_and_norms
 from torch.utils.data import DataLoader
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from faithful import Accelerator, Refused, __main__ as door
 from faithful.backends import torchao
-from tools import export
 
 pytest.importorskip("deepspeed", reason="./launch.sh setup --extra deepspeed")
 importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")  # once, not once in every forked rank
@@ -147,9 +145,7 @@ def test_training_is_one_process_s_and_is_resumed(tmp_path):
     line = "sft | zero3_sp x2 gloo, 50% of the optimizer state each, sequences in 2 slices | fp32"
     assert line in run.with_suffix(".log").read_text()
     resumed(config(tmp_path), run, *words, name="sft")
-    export.export(run, tmp_path / "out.safetensors", step=6)
-    exported, saved = load_file(tmp_path / "out.safetensors"), weights(run)
-    assert exported.keys() == saved.keys() and all(exported[key].equal(saved[key]) for key in saved)
+    assert_exported(run, 6, 2)
 
 
 @pytest.mark.parametrize(("precision", "most"), [("fp16", 2e-4), ("fp8", 5e-3)])

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import io
 import json
-import math
 import sys
 import textwrap
 from pathlib import Path
@@ -14,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, Ranks, distance, launched, metrics, record, resumed, signalled, train, weights
-from safetensors.torch import load_file
+from conftest import CONFIGS, Ranks, assert_exported, distance, metrics, record, resumed, signalled, train, weights
 from test_kept import run
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -24,7 +22,7 @@ from faithful import Refused
 from faithful.checkpoint import checkpoints
 from faithful.strategies import base, tp
 from shared import lm, vision
-from tools import estimate, export
+from tools import estimate
 
 TEXT = Path(textwrap.__file__)  # some text that nobody here edits
 DATA = ("--dataset", TEXT, "--sequence_length", 32, "--per_device_eval_batch_size", 48)
@@ -226,9 +224,7 @@ def test_its_fp8_trains_as_one_process_s_and_resumes(tmp_path):
     assert made["sharded"] and made["optimizer_owns_all"] and made["bytes_per_parameter"]["total"] == 16.0
     assert "skipped lm_head (272 is not a multiple of 32)" in run.with_suffix(".log").read_text()
     resumed("tp_fp8", run, *STEPS, name="gpt")
-    assert "from checkpoint-6 (2 files)" in export.export(run, tmp_path / "out.safetensors", step=6)
-    made, final = load_file(tmp_path / "out.safetensors"), weights(run)
-    assert made.keys() == final.keys() and all(made[name].equal(final[name]) for name in made)
+    assert_exported(run, 6, 2)
 
 
 def in_fp8(folder, level):
@@ -287,11 +283,8 @@ def test_its_fp8_is_that_of_whole_layers(tmp_path, config, level):
         assert level != "tensorwise" or of_parts > 1e-3, "scales of parts would be seen"
 
 
-def test_its_checkpoint_is_exported_whole(whole, tmp_path):
-    run, out = whole[0], tmp_path / "out.safetensors"
-    assert "from checkpoint-6 (2 files)" in export.export(run, out, step=6)
-    made, final = load_file(out), weights(run)
-    assert made.keys() == final.keys() and all(made[name].equal(final[name]) for name in made)
+def test_its_checkpoint_is_exported_whole(whole):
+    assert_exported(whole[0], 6, 2)
 
 
 def test_the_finished_model_is_transformers_own_and_plain(whole):
@@ -427,15 +420,6 @@ def test_the_estimate_divides_the_state_and_refuses_what_has_no_plan(whole):
     assert code == 1 and "tp_bf16: VisionTransformer has no plan for tensor parallel" in said
     code, said = estimated("--num_processes", "8", "tp_bf16", "--", "vit")
     assert code == 1 and "tp 2 is for 2 processes, not 8" in said
-
-
-def test_accelerate_launch_itself(whole, tmp_path):
-    command = ["accelerate", "launch", "--config_file", "accelerate_configs/tp_bf16.yml", "--main_process_port", "0"]
-    result = launched(*command, "recipes/gpt.py", "--output_dir", str(tmp_path / "run"), *map(str, STEPS))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert distance(tmp_path / "run", whole[0]) == 0
-    assert record(tmp_path / "run")["evidence"] == record(whole[0])["evidence"]
-    assert math.isfinite(record(tmp_path / "run")["final"]["metrics"]["perplexity"])
 
 
 def loads_a_model(folder, by_transformers):

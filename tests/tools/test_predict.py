@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, record, refusal, train
+from conftest import ROOT, record, refusal, train, weights
 from PIL import Image
 
 from shared import data, images, text, vision
@@ -93,28 +93,37 @@ def test_every_held_out_sample_gets_the_class_that_evaluation_gave_it(trained, f
     assert 0.3 < sum(right) / 48 and len(set(evaluated)) > 1  # it has learned something, and errs
 
 
-@pytest.mark.parametrize(("name", "config"), RUNS)
-def test_onnx_gives_the_plain_model_s_logits(trained, tmp_path, name, config):
-    ort = pytest.importorskip("onnxruntime")
+@pytest.fixture
+def ort():
     pytest.importorskip("onnxscript")
+    return pytest.importorskip("onnxruntime")
+
+
+def assert_the_same(ort, file, model, **inputs):
+    """onnxruntime computes the model's logits, which are returned."""
+    session = ort.InferenceSession(file, providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0])
+    with torch.no_grad():
+        wanted = model(*inputs.values())
+    assert (found - getattr(wanted, "logits", wanted)).abs().max() < 1e-4
+    return found
+
+
+@pytest.mark.parametrize(("name", "config"), RUNS)
+def test_onnx_gives_the_plain_model_s_logits(trained, tmp_path, ort, name, config):
     run, _ = trained(config, name)
     output = tmp_path / "model.onnx"
     line = export.to_onnx(run, output)
     assert "checked on 16 held-out samples" in line and list(tmp_path.iterdir()) == [output]
     model, _, _ = export.load(run)
     inputs = export.held_out(run, record(run), 40)["pixel_values"]
-    session = ort.InferenceSession(output, providers=["CPUExecutionProvider"])
     for batch in (1, 7, 40):
-        [logits] = session.run(None, {"pixel_values": inputs[:batch].numpy()})
-        with torch.no_grad():
-            assert (torch.from_numpy(logits) - model(inputs[:batch])).abs().max() < 1e-4
-    assert torch.from_numpy(logits).std() > 0.05  # not all the same
+        logits = assert_the_same(ort, output, model, pixel_values=inputs[:batch])
+    assert logits.std() > 0.05  # not all the same
 
 
-def test_onnx_that_differs_is_not_written(trained, tmp_path, monkeypatch):
-    pytest.importorskip("onnxscript")
+def test_onnx_that_differs_is_not_written(trained, tmp_path, ort, monkeypatch):
     run, _ = trained("single_bf16")
-    held_out = export.held_out
 
     class Forgetful(torch.nn.Module):
         """Computes something else when it is exported than when it is run."""
@@ -130,26 +139,22 @@ def test_onnx_that_differs_is_not_written(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load", lambda *args: (Forgetful(load(*args)[0]).eval(), *load(*args)[1:]))
     with pytest.raises(Refused, match="1.0e-03 away from torch's: .* is not written"):
         export.to_onnx(run, tmp_path / "model.onnx")
-    assert held_out and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("kind", "config"),
     [("gpt_nano", "single_fp8_msamp_o2"), ("llama_nano", "fsdp_fp8_msamp_o2")],
 )
-def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, capsys, kind, config):
-    ort = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+def test_a_language_model_goes_on_the_same_and_exports(tmp_path, ort, capsys, kind, config):
     argv = ("--dataset", ROOT / "shared", "--sequence_length", 32, "--max_steps", 8, "--save_steps", 4)
     run = train(config, tmp_path / "run", *argv, "--model", kind, name="gpt")
     model, made, _ = export.load(run)
     line = export.to_onnx(run)
     assert "checked on 16" in line
-    session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
-    ids = export.held_out(run, record(run), 3)["input_ids"][:, :20]
-    with torch.no_grad():
-        wanted = model(ids).logits
-    assert (torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0]) - wanted).abs().max() < 1e-4
+    assert_the_same(
+        ort, run / "export.onnx", model, input_ids=export.held_out(run, record(run), 3)["input_ids"][:, :20]
+    )
     outs = []
     for _ in range(2):
         predict.main([str(run), "--prompt", "import ", "--tokens", "12"])
@@ -163,9 +168,7 @@ def test_a_language_model_goes_on_the_same_and_exports(tmp_path, monkeypatch, ca
     assert early.lm_head.weight is early.get_input_embeddings().weight
 
 
-def test_an_encoder_says_the_class_that_evaluation_gave_and_exports(tmp_path, monkeypatch, capsys):
-    ort = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
+def test_an_encoder_says_the_class_that_evaluation_gave_and_exports(tmp_path, ort, capsys):
     words = ("dull", "bright", "grey")
     (tmp_path / "set.csv").write_text("label,text\n" + "".join(f"{i % 3},{words[i % 3]} {i}\n" for i in range(240)))
     argv = ("--dataset", tmp_path / "set.csv", "--sequence_length", 16, "--vocab_size", 0, "--max_steps", 12)
@@ -183,11 +186,7 @@ def test_an_encoder_says_the_class_that_evaluation_gave_and_exports(tmp_path, mo
         predict.main([str(run), "--prompt", prompt])
         assert capsys.readouterr().out.split("\t")[0] == held_out.classes[logits[index].argmax()]
     assert "checked on 16" in export.to_onnx(run)
-    session = ort.InferenceSession(run / "export.onnx", providers=["CPUExecutionProvider"])
-    with torch.no_grad():
-        wanted = model(ids[:5], mask[:5]).logits
-    [found] = session.run(None, {"input_ids": ids[:5].numpy(), "attention_mask": mask[:5].numpy()})
-    assert (torch.from_numpy(found) - wanted).abs().max() < 1e-4
+    assert_the_same(ort, run / "export.onnx", model, input_ids=ids[:5], attention_mask=mask[:5])
 
 
 def test_files_folders_and_what_is_refused(trained, folder, tmp_path, monkeypatch, capsys):
@@ -223,8 +222,6 @@ def test_digits_and_photos_are_read_from_files_as_they_were_in_memory(tmp_path):
 
 def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path):
     """Fine-tuning starts from the run's weights, but for a new head; frozen blocks stay, later blocks learn faster."""
-    from conftest import weights
-
     run, _ = trained("single_bf16")
     argv = ("--max_steps", 3, "--save_steps", 0, "--pretrained", "--model", run, "--warmup_steps", 1)
     again = train("single_fp32", tmp_path / "same", *argv, "--dataset", folder, "--learning_rate", 1e-12)
@@ -251,8 +248,6 @@ def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path)
     ["single_fp8_msamp_o2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp_bf16", "fsdp_fp8"))],
 )
 def test_frozen_and_decayed_under_every_kind_of_sharding(trained, folder, tmp_path, config):
-    from conftest import weights
-
     run, _ = trained("single_bf16")
     argv = ("--max_steps", 3, "--save_steps", 0, "--pretrained", "--model", run, "--dataset", "digits", "--freeze", 1)
     argv += ("--warmup_steps", 1, "--learning_rate", 0.01)
