@@ -176,7 +176,7 @@ class BackendCost:
 
     def traced(self, options: dict[str, Any]) -> dict[str, Any]:
         """Those of the options that change what a step holds."""
-        return {}
+        return options
 
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: Settings) -> None:
         """Changes the memory of a process where the strategy's rule does not cover this backend."""
@@ -187,17 +187,9 @@ class TorchAOCost(BackendCost):
         return {key: value for key, value in options.items() if key == "scale_calculation_mode"}
 
 
-class TransformerEngineCost(BackendCost):
-    def traced(self, options: dict[str, Any]) -> dict[str, Any]:
-        return options
-
-
 class MSAMPCost(BackendCost):
     autocasts = True
     sends_ordinary_gradients = False  # but in FP8, with scales
-
-    def traced(self, options: dict[str, Any]) -> dict[str, Any]:
-        return options
 
     def adjust_memory(self, memory: Memory, model: WholeModel, settings: Settings) -> None:
         n = settings.shards
@@ -221,7 +213,7 @@ STRATEGIES = {
     "zero1": ZeROCost(1), "zero2": ZeROCost(2), "zero3": ZeROCost(3), "zero3_sp": ZeROCost(3),
 }  # fmt: skip
 BACKENDS: dict[str | None, BackendCost] = {
-    "ao": TorchAOCost(), "te": TransformerEngineCost(), "msamp": MSAMPCost(),
+    "ao": TorchAOCost(), "msamp": MSAMPCost(),
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ TRAINING_LOSS = "training loss, last tenth"  # of runs that log no metric
 
 
 def over_seeds(values: list[float]) -> dict[str, Any]:
-    return {"values": values, "mean": statistics.mean(values), "spread": max(values) - min(values)}
+    return {"values": values, "mean": statistics.mean(values)}
 
 
 def measures(run: Run, fallback: bool = False) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def logged_number(value: object) -> bool:
     return number(value) or value in NOT_FINITE
 
 
-COUNT, SIZE, NOT_ALWAYS = count(), count(1, 100_000), (None, number)
+COUNT, NOT_ALWAYS = count(), (None, number)
 PLAN = {
     "strategy": line, "precision": line, "num_processes": count(1, 10**6), "replicas": count(1, 10**6),
     "level": word, "rehearsal": bool, "emulated": bool,
@@ -75,29 +75,18 @@ ROW = {"config": str, "control": bool, "error": words, "emulated?": bool, "rehea
 COMPARISON = {"rows": [ROW], "measure": words, "args": dict, "recipe": words, "device": words}
 
 
-def whole(first: int, last: int) -> Callable[[object], bool]:
-    return lambda value: type(value) is int and first <= value <= last
-
-
 def numbers(value: object) -> bool:
     small = isinstance(value, list) and 0 < len(value) <= 64
     return small and all(type(one) in (int, float) and abs(one) < 1e6 for one in value)
 
 
-def texts(value: object) -> bool:
-    return value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value))
-
-
-# What data.json may hold, which may be anyone's: {key: function from a value to whether it is right}. Another data set
-# than images has no image_size; keys may be absent.
-DATA_FORM = {
-    "image_size": lambda size: size is None or whole(1, 4096)(size), "in_chans": whole(1, 64),
-    "num_classes": whole(1, 100_000), "sequence_length": whole(1, 10**6), "vocab_size": whole(1, 10**7),
-    "classes": texts, "interpolation": lambda name: isinstance(name, str), "mean": numbers, "std": numbers,
-    "crop_pct": lambda value: value is None or (type(value) in (int, float) and 0 < value <= 10),
-    "fingerprint": lambda value: value is None or isinstance(value, str),
+# What data.json may hold, which may be anyone's. Another data set than images has no image_size.
+DATA = {
+    "image_size?": (None, count(1, 4096)), "in_chans?": count(1, 64), "num_classes?": count(1, 100_000),
+    "sequence_length?": count(1, 10**6), "vocab_size?": count(1, 10**7), "classes?": (None, [str]),
+    "interpolation?": str, "mean?": numbers, "std?": numbers, "fingerprint?": words,
+    "crop_pct?": lambda value: value is None or (type(value) in (int, float) and 0 < value <= 10),
 }  # fmt: skip
-DATA = {f"{key}?": form for key, form in DATA_FORM.items()}
 
 
 def record_of(folder: Path) -> dict[str, Any]:
