@@ -369,11 +369,29 @@ def edited(text, before, after):
     return text.replace(before, after)
 
 
-def launched(*command, cwd=ROOT, env=None, timeout=240):
-    """Runs a command as a user types it, with this interpreter's environment first on the path."""
+def activated(env=None):
+    """The variables of a user who has activated this interpreter's environment."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    full = os.environ | {"PATH": path, "VIRTUAL_ENV": sys.prefix} | (env or {})
-    return subprocess.run(command, cwd=cwd, env=full, capture_output=True, text=True, timeout=timeout)
+    return os.environ | {"PATH": path, "VIRTUAL_ENV": sys.prefix} | (env or {})
+
+
+def launched(*command, cwd=ROOT, env=None, timeout=240):
+    """Runs a command as a user types it."""
+    return subprocess.run(command, cwd=cwd, env=activated(env), capture_output=True, text=True, timeout=timeout)
+
+
+def started(log, *command):
+    """Starts a command as a user types it, in a group of its own. Its output goes to the file `log`."""
+    with open(log, "a") as out:
+        return subprocess.Popen(command, cwd=ROOT, env=activated(), stdout=out, stderr=out, start_new_session=True)
+
+
+def until(condition, log, process, seconds=120):
+    """Waits for a condition, while the process goes on whose output is in the file `log`."""
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end and process.poll() is None, Path(log).read_text()
+        time.sleep(0.05)
 
 
 def fake_accelerate(folder, main):
@@ -396,6 +414,16 @@ def alive(marker):
         if marker in line and other.pid != os.getpid() and other.info["status"] != psutil.STATUS_ZOMBIE:
             found.append((other.pid, line))
     return found
+
+
+def until_gone(folder, seconds=30):
+    """Waits until no process works in a folder; else kills those that do, and fails."""
+    end = time.time() + seconds
+    while (left := alive(str(folder))) and time.time() < end:
+        time.sleep(0.1)
+    for pid, _ in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, left
 
 
 STAYING = set()  # processes that several tests use

@@ -8,14 +8,13 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
-from conftest import ROOT, Ranks, alive, free_port, launched, metrics, record, refusal, train, weights
+from conftest import Ranks, free_port, launched, metrics, record, refusal, started, train, until, until_gone, weights
 from loop import loop
 from safetensors.torch import load_file, save_file
 
@@ -97,18 +96,11 @@ def test_a_signal_to_the_launcher(tmp_path, config, send, number):
     command += ["--main_process_port", str(free_port()), "recipes/vit.py", "--output_dir", str(out)]
     command += ["--max_steps", "100000", "--save_steps", "0", "--logging_steps", "1", "--eval_steps", "0"]
     command += ["--dataloader_num_workers", "1"]
-    log = open(tmp_path / "log", "w+")
-    launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-    end = time.time() + 120
-    while not (out / "metrics.jsonl").exists() or len(metrics(out)) < 3:
-        assert time.time() < end and launcher.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    launcher = started(tmp_path / "log", *command)
+    until(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= 3, tmp_path / "log", launcher)
     send(launcher.pid, number)
     launcher.wait(60)
-    end = time.time() + 30
-    while alive(str(out)) and time.time() < end:
-        time.sleep(0.1)
-    assert not alive(str(out))
+    until_gone(out)
     [only] = checkpoints.list_checkpoints(out)
     assert checkpoints.unsound(only) is None
     assert not list(out.glob("*.tmp")) and record(out)["status"] == "preempted"

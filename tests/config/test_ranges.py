@@ -86,9 +86,10 @@ SCALERS = [
 
 @pytest.mark.parametrize(("text", "line"), SCALERS)
 def test_a_gradient_scaler_out_of_range_is_one_line(capsys, text, line):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         args.grad_scaler(text)
-    assert line in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and said.startswith("error: --grad_scaler ") and line in said
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

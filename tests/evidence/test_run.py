@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import distance, launched, metrics, recipe, record, resumed, train, weights
+from conftest import distance, metrics, recipe, record, resumed, train, weights
 from torch import nn
 
 from faithful import Accelerator, __main__ as door, ending
@@ -89,13 +89,6 @@ def test_options_of_the_gradient_scaler_reach_it(tmp_path):
                 "init_scale=1024,growth_factor=4,backoff_factor=0.25,growth_interval=3")  # fmt: skip
     state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text())["scaler"]
     assert state["scale"] == 1024 * 4 * 4 and state["growth_interval"] == 3 and state["backoff_factor"] == 0.25
-
-
-def test_a_mistake_before_there_is_an_accelerator_is_one_line_too():
-    result = launched(sys.executable, "recipes/vit.py", "--grad_scaler", "init_skale=8")
-    [line] = result.stderr.splitlines()
-    assert result.returncode == 2
-    assert line.startswith("error: ") and "'init_skale=8' is not one of init_scale=float" in line
 
 
 @pytest.mark.parametrize("argv", [("--learning_rate", "fast"), ("--bananas", "7"), ("--optimizer", "adagrad")])

@@ -5,13 +5,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, alive, distance, metrics, record, train
+from conftest import ROOT, activated, alive, distance, launched, metrics, record, started, train
 
 from faithful.checkpoint import checkpoints
 
@@ -70,13 +69,10 @@ class Machines:
     def start(self, rank, command, env):
         """Runs a command on one machine; its output goes to node<rank>.log."""
         here = ["ip", "netns", "exec", self.names[rank], "unshare", "--uts", "sh", "-c", 'hostname $0 && exec "$@"']
-        ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1", "VIRTUAL_ENV": sys.prefix,
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+        ours = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1"}
         line = map(str, [*here, self.hosts[rank], *command])
         with open(self.folder / f"node{rank}.log", "a") as log:
-            self.running[rank] = subprocess.Popen(
-                [*line], cwd=ROOT, env=os.environ | ours | env, stdout=log, stderr=log
-            )
+            self.running[rank] = subprocess.Popen([*line], cwd=ROOT, env=activated(ours | env), stdout=log, stderr=log)
 
     def launch_both(self, config, run, steps, **more):
         for rank in (0, 1):
@@ -341,9 +337,7 @@ def test_a_killed_worker_comes_back_on_one_machine(tmp_path):
     one = train("ddp_fp32", tmp_path / "one", *steps)
     command = ["./launch.sh", "ddp_fp32", "--max_restarts", "1", "--monitor_interval", "1", "vit",
                "--output_dir", str(run), *steps]  # fmt: skip
-    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    log = open(tmp_path / "log", "w+")
-    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+    launcher = started(tmp_path / "log", *map(str, command))
     until_step(run, 25)
     workers = [
         child for child in psutil.Process(launcher.pid).children(recursive=True) if "vit.py" in str(child.cmdline())
@@ -380,9 +374,8 @@ def test_a_slurm_job_that_is_requeued_is_the_same_run(tmp_path):
         pytest.skip(f"needs root and Debian's slurm-wlm and munge (missing: {', '.join(missing) or 'root'})")
     steps = ("--max_steps", "80", *OPTIONS[:6])
     one = train("ddp_fp32", tmp_path / "one", *steps)
-    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["cluster/slurm_here.sh", str(tmp_path / "slurm"), "bash", "-c", SUBMIT, "bash", str(tmp_path), *steps]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    done = launched(*command, timeout=400)
     log = (tmp_path / "job.log").read_text(errors="replace")
     assert done.returncode == 0, done.stdout + done.stderr + log[-3000:]
     assert "Restarts=1" in done.stdout and log.count("asked: ") == 2 * 2 and "resumed from" in log

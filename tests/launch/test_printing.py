@@ -4,12 +4,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, record, train
+from conftest import launched, record, train
 
 from faithful.errors import Refused
 from faithful.launch import printing, process
@@ -152,8 +151,7 @@ def test_a_run_that_failed_before_a_step_is_shown(made, tmp_path):
 @pytest.mark.parametrize("where", ["| head -1", "> /dev/full", ">&- 2>&-"])
 def test_a_launched_run_goes_on_whatever_becomes_of_what_it_prints(where, tmp_path):
     line = f'set -o pipefail; ./launch.sh ddp_fp32 vit --max_steps 3 --output_dir "{tmp_path}/run" {where}'
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    done = launched("bash", "-c", line)
     assert done.returncode == 0 and record(tmp_path / "run")["status"] == "finished", done.stderr
     assert "Traceback" not in done.stderr
 
@@ -166,7 +164,6 @@ SHOW = f'"{sys.executable}" tools/show.py "$RUN"'
     [(f"{SHOW} | true", 0), (f"{SHOW} > /dev/full", 1), (f"{SHOW} >&-", 0), ("./launch.sh ls > /dev/full", 1)],
 )
 def test_a_command_whose_reader_has_gone_ends_quietly(line, code, made):
-    line, env = f"set -o pipefail; {line}", os.environ | {"RUN": str(made)}
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = launched("bash", "-c", f"set -o pipefail; {line}", env={"RUN": str(made)})
     warning = "warning: stdout cannot be written (No space left on device): what is printed is lost\n"
     assert done.returncode == code and done.stderr == (warning if code else "")

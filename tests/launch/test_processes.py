@@ -8,7 +8,19 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, Ranks, alive, fake_accelerate, free_port, launched, record
+from conftest import (
+    ROOT,
+    Ranks,
+    activated,
+    alive,
+    fake_accelerate,
+    free_port,
+    launched,
+    record,
+    started,
+    until,
+    until_gone,
+)
 from test_kept import run
 
 from faithful.checkpoint import checkpoints
@@ -91,33 +103,21 @@ def test_nobody_outlives_the_launcher(tmp_path, phase):
     command = [sys.executable, *program, "--config_file", "accelerate_configs/ddp_fp32.yml"]
     command += ["--main_process_port", str(free_port()), str(script), "--output_dir", str(out), "--max_steps", "5"]
     command += ["--save_steps", "4", "--eval_steps", "0", "--dataloader_num_workers", "1"]
-    log = open(tmp_path / "log", "w+")
-    launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-    end = time.time() + 120
-    while not held.exists():
-        assert time.time() < end and launcher.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    launcher = started(tmp_path / "log", *command)
+    until(held.exists, tmp_path / "log", launcher)
     time.sleep(1)  # for rank 0 to come to where it waits
     assert len(alive(str(out))) >= 3
     launcher.kill()
     launcher.wait()
-    try:
-        end = time.time() + 30
-        while alive(str(out)) and time.time() < end:
-            time.sleep(0.1)
-        assert not alive(str(out)), (tmp_path / "log").read_text()[-2000:]
-    finally:
-        for pid, _ in alive(str(out)):
-            os.kill(pid, signal.SIGKILL)
+    until_gone(out)
 
 
-def together(commands, env=None):
+def together(commands):
     """The output of launches that start at the same moment. Each must succeed."""
-    full = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = [subprocess.Popen(command, cwd=ROOT, env=full, **pipes) for command in commands]
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), "\n\n".join(text[-1500:] for text in said)
+    all_of_them = [subprocess.Popen(command, cwd=ROOT, env=activated(), **pipes) for command in commands]
+    said = [process.communicate(timeout=300)[0] for process in all_of_them]
+    assert not any(process.returncode for process in all_of_them), "\n\n".join(text[-1500:] for text in said)
     return said
 
 
@@ -298,13 +298,8 @@ def test_a_stopped_launch_says_what_was_saved_and_how_to_go_on(tmp_path, config,
     out = tmp_path / "run"
     command = ["./launch.sh", config, "vit", "--output_dir", str(out), "--max_steps", "100000", "--save_steps", "0",
                "--eval_steps", "0", "--dataloader_num_workers", "1"]  # fmt: skip
-    log = open(tmp_path / "log", "w+")
-    env = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-    launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
-    end = time.time() + 120
-    while "step 10:" not in (tmp_path / "log").read_text():
-        assert time.time() < end and launcher.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    launcher = started(tmp_path / "log", *command)
+    until(lambda: "step 10:" in (tmp_path / "log").read_text(), tmp_path / "log", launcher)
     send(launcher.pid, number)
     assert launcher.wait(60) == code, (tmp_path / "log").read_text()
     assert not alive(str(out))

@@ -23,9 +23,11 @@ PAIR = [f"{pin}+cpu" for pin in PINS]
 def set_up(folder, index, *words):
     """Runs ./launch.sh setup. Returns (exit code, stderr, what was installed, a line each)."""
     for name in ("launch.sh", "requirements.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder)
+        if not (folder / name).exists():
+            shutil.copy(ROOT / name, folder)
+    (folder / "calls").write_text("")
     python = folder / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
+    python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(PYTHON.format(folder=folder))
     python.chmod(0o755)
     env = os.environ | {"INDEX": index}
@@ -59,6 +61,16 @@ def test_without_it_the_size_is_said_before(tmp_path):
     code, said, [installed] = set_up(tmp_path, "own")
     assert code == 0 and "--require-hashes" in installed
     assert "(6 GB, with torch for GPUs; setup --cpu: for CPUs)" in said
+
+
+def test_an_interrupted_set_up_is_finished_by_the_next(tmp_path):
+    mark = tmp_path / ".venv" / ".complete"
+    assert set_up(tmp_path, "own")[0] == 0 and mark.exists()
+    assert set_up(tmp_path, "own")[::2] == (0, []), "nothing to do"
+    for change in (lambda: (tmp_path / "requirements.txt").write_text("changed"), mark.unlink):
+        change()  # a set-up that was killed leaves no mark
+        code, _, [installed] = set_up(tmp_path, "own")
+        assert code == 0 and "--require-hashes" in installed
 
 
 def test_a_word_that_setup_does_not_know(tmp_path):

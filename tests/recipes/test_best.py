@@ -6,7 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from conftest import Ranks, launched, metrics, record, refusal, train, weights
+from conftest import Ranks, metrics, record, refusal, train, weights
 from safetensors.torch import load_file
 
 from faithful.checkpoint import checkpoints
@@ -177,10 +177,10 @@ def test_runs_whose_last_model_was_chosen_otherwise_are_not_compared():
     assert last != best and "eval_steps" not in best
 
 
-def test_options_of_the_best_model_without_it_are_refused(tmp_path):
-    for words in (("--metric_for_best_model", "accuracy"), ("--no-greater_is_better",)):
-        done = launched("./launch.sh", "single_bf16", "vit", *words)
-        assert done.returncode == 2 and "need --load_best_model_at_end" in done.stderr and done.stdout == ""
+def test_options_of_the_best_model_without_it_are_refused():
+    for words in (["--metric_for_best_model", "accuracy"], ["--no-greater_is_better"]):
+        with pytest.raises(Refused, match="need --load_best_model_at_end"):
+            find.parse_options(VIT, words)
 
 
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_it_has(tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CONFIGS, launched, metrics, record, train
+from conftest import CONFIGS, metrics, record, train
 from transformers import get_scheduler
 
 from shared.args import Refused
@@ -67,11 +67,13 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path, text, why):
     assert why.format(file=tmp_path / "mine.yml") in said and "\n" not in said
 
 
-def test_launch_sh_answers_before_it_starts(tmp_path):
-    done = launched("./launch.sh", "single_bf16", "vit", "--config", str(tmp_path / "none.yml"))
-    assert done.returncode == 2 and "none.yml cannot be read: no such file" in done.stderr and done.stdout == ""
-    done = launched("./launch.sh", "single_bf16", "vit", "--max_steps", "5", "--num_train_epochs", "2")
-    assert done.returncode == 2 and "--num_train_epochs 2.0 and --max_steps 5: give one of them" in done.stderr
+def test_what_launch_sh_refuses_before_it_starts(tmp_path):
+    for words, line in (
+        (["--config", str(tmp_path / "none.yml")], "none.yml cannot be read: no such file"),
+        (["--max_steps", "5", "--num_train_epochs", "2"], "--num_train_epochs 2.0 and --max_steps 5: give one of them"),
+    ):
+        with pytest.raises(Refused, match=line):
+            find.parse_options(VIT, words)
 
 
 def test_the_commands_see_what_a_file_gives(tmp_path):

@@ -2,18 +2,14 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
-import time
 from functools import partial
 
 import pytest
-from conftest import ROOT, SCRIPTS, alive, metrics, record, train
+from conftest import ROOT, SCRIPTS, metrics, record, started, train, until, until_gone
 
 from faithful.launch import machine
 from shared.args import Refused
@@ -340,18 +336,9 @@ def test_every_config_gets_the_baselines_global_batch():
 
 
 def start(folder):
-    env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
     words = ["./launch.sh", "compare", "single_fp32", "single_bf16", "tp_bf16", "--seeds", "1", "--no-twin",
              "--output_dir", str(folder), "--", "vit", "--max_steps", "20", "--logging_steps", "1"]  # fmt: skip
-    with open(f"{folder}.log", "a") as log:
-        return subprocess.Popen(words, cwd=ROOT, env=env, stdout=log, stderr=log)
-
-
-def until(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    return started(f"{folder}.log", *words)
 
 
 def test_killed_in_the_middle_it_goes_on_and_the_report_is_the_same(tmp_path):
@@ -360,10 +347,10 @@ def test_killed_in_the_middle_it_goes_on_and_the_report_is_the_same(tmp_path):
     folder = tmp_path / "comparison"
     first, second = folder / "single_fp32-seed0", folder / "single_bf16-seed0"
     process = start(folder)
-    until(lambda: second.exists())
+    until(second.exists, f"{folder}.log", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    until(lambda: not alive(str(second)))  # the run went with it
+    until_gone(second)  # the run went with it
     before = (first / "run.json").stat().st_mtime_ns, (first / "run.json").read_text()
     assert record(first)["status"] == "finished" and not (folder / "report.json").exists()
     assert start(folder).wait() == 0

@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Ranks
+from conftest import ROOT, Ranks, launched
 
 FULL = "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
 ITS_OWN = multiprocessing.Queue()
@@ -95,7 +94,5 @@ def test_a_small_shared_memory_ends_a_run_of_two_processes(tmp_path):
         pytest.skip("mount namespaces need root and util-linux")
     words = [ROOT / "launch.sh", "ddp_fp32", "vit", "--max_steps", "50", "--per_device_train_batch_size", "256",
              "--dataloader_num_workers", "2", "--output_dir", tmp_path / "run"]  # fmt: skip
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
-    words = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *map(str, words)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
+    done = launched("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *map(str, words))
     assert done.returncode == 2 and DO in done.stderr and "Traceback" not in done.stderr, done.stderr
