@@ -683,7 +683,7 @@ def test_secrets_are_not_in_the_record(tmp_path):
     "path", [("final", "metrics"), ("seen", "loss_curve"), ("plan", "num_processes"), ("evidence",)]
 )
 @pytest.mark.parametrize("to", [KeyError, -1, "x", [3], {"a": {}}], ids=str)
-def test_a_record_that_no_run_writes_is_shown_or_refused(run, path, to, capsys):
+def test_a_record_that_no_run_writes_is_shown_or_refused(run, path, to):
     """In one line that names the file; a comparison leaves the run out."""
     made = json.loads((run / "run.json").read_text())
     changed(made, *path, to=to)

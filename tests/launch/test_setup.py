@@ -73,6 +73,6 @@ def test_an_interrupted_set_up_is_finished_by_the_next(tmp_path):
         assert code == 0 and "--require-hashes" in installed
 
 
-def test_a_word_that_setup_does_not_know(tmp_path):
+def test_a_word_that_setup_does_not_know():
     done = subprocess.run([ROOT / "launch.sh", "setup", "--gpu"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr == "error: setup takes --cpu and --extra NAME, not --gpu\n"

@@ -104,7 +104,7 @@ def test_the_saved_model_is_the_average_and_a_resumed_run_the_same_run(tmp_path,
     assert distance(whole, plain) > 0
 
 
-def test_the_average_is_that_of_its_formula(tmp_path):
+def test_the_average_is_that_of_its_formula():
     model, average = small(), small()
     expected = {name: value.clone() for name, value in average.state_dict().items()}
     for step in range(1, 40):

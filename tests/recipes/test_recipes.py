@@ -207,7 +207,7 @@ def test_the_loss_is_the_mean_over_all_tokens_whatever_the_processes(ragged, tmp
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_every_token_is_a_label_once(tmp_path, packing):
+def test_every_token_is_a_label_once(packing):
     documents = ["The first.", "", "Second, a longer one: äöü 汉字 \U0001f600.", "x" * 40]
     tokenizer = text.train_tokenizer(documents, 0)
     part = text.cut(documents, tokenizer, 8, packing)

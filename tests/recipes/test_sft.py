@@ -199,7 +199,7 @@ LORA = ["single_bf16", "ddp_fp8", "fsdp_bf16", "zero3_bf16", "zero3_sp_bf16", "s
     ("model", "config"),
     [*(("llama_nano", config) for config in LORA), ("gpt_nano", "ddp_bf16"), ("gpt_nano", "single_fp8_msamp_o2")],
 )
-def test_lora_trains_and_is_merged(tmp_path, capsys, config, model):
+def test_lora_trains_and_is_merged(tmp_path, config, model):
     """The finished model is a plain one that answers as the adapted one did; so is the export of a checkpoint."""
     pytest.importorskip("peft", reason="not installed: peft")
     argv = argv_of(tmp_path, "--lora_rank", 16, "--model", model, "--learning_rate", 0.01)

@@ -136,7 +136,7 @@ def test_checkpointed_and_kept_blocks_change_no_number(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_frozen_and_tied_weights(whole, tmp_path):
+def test_frozen_and_tied_weights(tmp_path):
     """Frozen and tied weights work: GPT-2, whose head is its embedding and whose layers are transformers' Conv1D, with
     the first block frozen."""
     run = train(O2, tmp_path / "run", *GPT, "--freeze", 1, name="gpt")

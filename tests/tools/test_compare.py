@@ -367,7 +367,7 @@ def test_killed_in_the_middle_it_goes_on_and_the_report_is_the_same(tmp_path):
     assert rows["single_bf16"]["measures"]["eval_loss"]["values"] == [pytest.approx(final, rel=1e-5)]
 
 
-def test_the_page_in_a_browser(full, tmp_path):
+def test_the_page_in_a_browser(full):
     """The page has no error on the console and makes no request, in light and in dark mode."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")

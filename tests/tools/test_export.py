@@ -186,7 +186,7 @@ def test_a_checkpoint_by_the_name_that_the_script_has_given_it(copied, run_tool)
     assert code == 2 and f"has no checkpoint {other}: there are {named.name}" in err, err
 
 
-def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool, tmp_path):
+def test_what_cannot_be_exported_is_refused_in_one_line(copied, run_tool):
     run = copied("single_fp8")
     part = run / "checkpoint-3" / "rank0.safetensors"
     part.write_bytes(part.read_bytes()[:-1])

@@ -247,7 +247,7 @@ def test_a_run_s_own_weights_are_where_another_begins(trained, folder, tmp_path)
     "config",
     ["single_fp8_msamp_o2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp_bf16", "fsdp_fp8"))],
 )
-def test_frozen_and_decayed_under_every_kind_of_sharding(trained, folder, tmp_path, config):
+def test_frozen_and_decayed_under_every_kind_of_sharding(trained, tmp_path, config):
     run, _ = trained("single_bf16")
     argv = ("--max_steps", 3, "--save_steps", 0, "--pretrained", "--model", run, "--dataset", "digits", "--freeze", 1)
     argv += ("--warmup_steps", 1, "--learning_rate", 0.01)
