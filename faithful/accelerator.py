@@ -9,6 +9,7 @@ import copy
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MethodType
@@ -31,7 +32,7 @@ from faithful.evidence.batch import FirstBatch
 from faithful.evidence.communication import OneStep
 from faithful.evidence.evidence import Evidence, refuse_other_launch
 from faithful.evidence.record import Record, described, now, of_arguments
-from faithful.launch import launcher, process, rank_sync
+from faithful.launch import following, launcher, process, rank_sync
 from faithful.launch.machine import Memory
 from faithful.models import dtypes
 from faithful.plan import describe
@@ -39,7 +40,7 @@ from faithful.saving import hub, saving, whole_weights
 from faithful.saving.state import RunState
 from faithful.scripts import alone, trainer
 from faithful.strategies.base import Accelerates, Engine, Session
-from faithful.tensors.names import perturb
+from faithful.tensors.names import perturb, unwrapped
 from faithful.training import clipping, draws, loaders
 from faithful.training.model import PreparedModel, convert, notes, prepared_parameters, refuse_untrained, trains
 from faithful.training.optimizer import Optimizer, is_lomo_available
@@ -107,6 +108,9 @@ class Accelerator(accelerate.Accelerator):
             settings.tell_launcher("asked", str(self.process_index))
         for line in (*arguments.notes(self.plan, script), *filter(None, [memory.note])):
             self.note(line)
+        following.current = None
+        if self.num_processes > 1 and saving.in_parts(self.strategy, self.backend) and alone.saves():
+            following.start(weakref.WeakMethod(self.follow), weakref.WeakMethod(self.names_of))
         clipping.instead_of_torch(self)
         ending.made.append(self.run)
 
@@ -306,9 +310,6 @@ class Accelerator(accelerate.Accelerator):
         self.record.seen["through_fp32"] = dict(cpu_matmul.active)
         if self.record.opened:
             return
-        script = getattr(sys.modules["__main__"], "__file__", None)
-        for line in alone.notes(script, self.strategy, self.backend) if script and self.num_processes > 1 else ():
-            self.note(line)
         self.checkpoints.wait()  # opening deletes checkpoints that are not complete
         self.record.open(self.resumed, self.steps.taken)
         if (leading := self.leading()) is not None:
@@ -480,6 +481,29 @@ class Accelerator(accelerate.Accelerator):
 
     # ---- saving ----
 
+    def asks(self, method: str, model: nn.Module | None, *args: Any) -> tuple[Any, ...]:
+        """What the other processes are asked to `follow`, where the script calls a method on the main process alone."""
+        at = next((at for at, known in enumerate(self.models) if model is not None and known.is_of(model)), None)
+        return () if model is not None and at is None else (method, at, *args)
+
+    def follow(self, method: str, at: int | None, *args: Any) -> None:
+        getattr(self, method)(*([] if at is None else [self.models[at].model]), *args)
+
+    def names_of(self, shards: list[Any]) -> list[tuple[int, str]]:
+        return whole_weights.names_of([known.model for known in self.models], shards)
+
+    def gather_shards(self, names: list[tuple[int, str]]) -> None:
+        whole_weights.gather([known.model for known in self.models], names)
+
+    def average(self, model: nn.Module, name: str, at: int) -> None:
+        from faithful.models import averages  # only a strategy that shards loads it
+
+        averages.follow(model, name, at)
+
+    def wait_for_everyone(self) -> None:
+        following.meet()
+        super().wait_for_everyone()
+
     def save_state(  # pyrefly: ignore[bad-override]
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> str:
@@ -490,14 +514,16 @@ class Accelerator(accelerate.Accelerator):
         self.checkpoints.project = self.project_configuration  # a script may set another one
         self.run.settle()
         state, folder = self.run_state(), self.checkpoints.next_folder(self.steps.taken, output_dir)
-        together, behind = saving.all_save(state), saving.behind_training(self.async_save)
+        asks = self.asks("save_state", None, output_dir and str(output_dir))
+        together, behind = saving.all_save(state, asks), saving.behind_training(self.async_save)
         if saving.among_all(folder.absolute().parent == self.record.folder, together):
             with self.record.writing("run.json"):
                 self.record.begin(self.resumed, together=together)
         if together or self.is_main_process:
             scripts = self._save_model_state_pre_hook.values()
             weights = [self.get_state_dict(model) for model in self._models] if scripts else []
-            hooks = [functools.partial(hook, self._models, weights) for hook in scripts]
+            models = list(map(unwrapped, self._models))  # under ZeRO too, as Accelerate keeps them under DDP
+            hooks = [functools.partial(hook, models, weights) for hook in scripts]
             self.checkpoints.save(state, folder, together, hooks, weights, behind)
         if self.record.opened:
             self.run.write()  # a run that is killed later and resumed from here has its loss curve there
@@ -525,12 +551,13 @@ class Accelerator(accelerate.Accelerator):
         self.resumed = True
         if folder is not None:
             for hook in self._load_model_state_pre_hook.values():
-                hook(list(self._models), str(folder))
+                hook(list(map(unwrapped, self._models)), str(folder))
             self.step = self.checkpoints.load(self.run_state(), folder, self._models)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
-        return whole_weights.state_dict(self.strategy, model, functools.partial(super().get_state_dict, model, unwrap))
+        accelerates = functools.partial(super().get_state_dict, model, unwrap)
+        return whole_weights.state_dict(self.strategy, model, accelerates, self.asks("get_state_dict", model))
 
     def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
         """As Accelerate's, with whole tensors in place of shards: then every process calls it."""
@@ -552,7 +579,8 @@ class Accelerator(accelerate.Accelerator):
         folder, each_node = Path(save_directory), self.project_configuration.save_on_each_node
         if not saving.can_save(model, folder, self.record):
             return
-        if safe_serialization and not each_node and (pieces := whole_weights.pieces(self.strategy, model)):
+        asks = self.asks("save_model", model, str(folder), max_shard_size)
+        if safe_serialization and not each_node and (pieces := whole_weights.pieces(self.strategy, model, asks)):
             pieces = saving.each_once(model, pieces)
             with launcher.saving_for_all():
                 weight_files.stream_weights(pieces, folder, max_shard_size, self.is_main_process)
@@ -590,6 +618,7 @@ class Accelerator(accelerate.Accelerator):
 
     def end_training(self) -> None:
         """Closes the record, while the processes can still communicate."""
+        following.meet()
         self.run.finish()
         super().end_training()
         patches.release(id(self))

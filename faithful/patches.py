@@ -39,8 +39,8 @@ TABLE = {  # what is changed: why
     "DTensor.__setitem__, data, item, methods that change it":
         "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy, and item() would "
         "give the number of a part",
-    "torch:save":
-        "models/shards.py: of a sharded tensor it writes this process's part, and the others' would be lost",
+    "save of torch, save_file of safetensors.torch":
+        "models/shards.py: of a sharded tensor they write this process's part, and the others' would be lost",
     "torch.nn.Parameter.grad, register_post_accumulate_grad_hook, ds_status":
         "deepspeed/seen.py: under ZeRO .grad is empty after a backward pass, and so is a weight of stage 3 that is not "
         "in use; to use them raises an error",
@@ -57,7 +57,10 @@ TABLE = {  # what is changed: why
     "accelerate.accelerator:prepare_data_loader":
         "deepspeed/sequence.py: in sequence parallel a group of processes shares a batch, as in tensor parallel",
     "accelerate.accelerator:skip_first_batches": "and the rest of an epoch, too",
-    "accelerate.data_loader:DataLoaderShard.__iter__": "of which each process of the group trains on a slice",
+    "accelerate.data_loader:DataLoaderShard.__iter__":
+        "of which each process of the group trains on a slice; and launch/following.py: the processes wait for the "
+        "main one, which may save alone",
+    "accelerate.data_loader:DataLoaderDispatcher.__iter__": "the same",
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPDataLoaderAdapter":
         "it cannot be resumed within an epoch, and slices batches of an evaluation, whose attention does not exchange",
     "deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF.register_with_transformers":

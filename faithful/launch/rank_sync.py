@@ -15,9 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from faithful.config.settings import timeout_seconds
-from faithful.launch import launcher
+from faithful.launch import following, launcher
 
 COMES = 10  # seconds that the main process waits for others of which nothing is known, see `all_ranks_called`
 SKIPS = 60  # seconds that a process waits for others to skip a micro-batch, too
@@ -48,24 +49,32 @@ def tell(where: str) -> None:
                 launcher.store().set(f"at/{dist.get_rank()}", where)
 
 
-def all_ranks_called(what: str, needed: bool = False) -> bool:
+def all_ranks_called(what: str, needed: bool = False, asks: tuple[Any, ...] = ()) -> bool:
     """Whether all processes make this call, which is no collective. The others wait for the main process's answer. The
     main process waits COMES seconds for them (1 second when that was in vain before), or until one has ended or waits
     in another call; a process that comes later gets False. needed: the main process cannot go on alone, so it waits for
-    a slow one, which does not wait elsewhere, nearly as long as for a collective, and says which one is missing."""
+    a slow one, which does not wait elsewhere, nearly as long as for a collective, and says which one is missing. asks:
+    what the others are asked to call where they follow it (following.py)."""
     global waits
     import torch.distributed as dist
 
     if not launcher.is_distributed():
         return os.environ.get("WORLD_SIZE", "1") == "1"  # after end_training() several cannot tell each other
     store, call = launcher.store(), (waits := f"all_ranks_called/{what}/{next(launcher.calls(what))}")
+    follows = following.current if asks else None
     try:
         if dist.get_rank():
             tell(call)
+            if follows is not None:
+                follows.made.add(call)
         else:
             judged.add(call)
-            store.set(f"{call}/verdict", "all" if others_come(call, what, needed) else "alone")
+            if follows is not None:
+                follows.ask(call, asks)
+            store.set(f"{call}/verdict", "all" if others_come(call, what, needed, follows is not None) else "alone")
         while not store.check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
+            if following.current is not None and following.current.serve():
+                tell(waits := call)
             time.sleep(0.005)
     finally:
         waits = None
@@ -82,8 +91,9 @@ def all_skip() -> bool:
     return launcher.until(lambda: store.add(call, 0) >= dist.get_world_size(), time.monotonic() + SKIPS)
 
 
-def others_come(call: str, what: str, needed: bool) -> bool:
-    """Whether all other processes come to the call of this one, the main process."""
+def others_come(call: str, what: str, needed: bool, followed: bool) -> bool:
+    """Whether all other processes come to the call of this one, the main process. followed: they also do so from
+    another call, in which they wait."""
     import torch.distributed as dist
 
     store, began, said, kind = launcher.store(), time.monotonic(), False, what.split("/")[0]
@@ -94,7 +104,10 @@ def others_come(call: str, what: str, needed: bool) -> bool:
         at = {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
         if all(where == call for where in at.values()):
             return True
-        if any(where and where != call and where not in judged for where in at.values()):  # ended, or in another call
+        elsewhere = [where for where in at.values() if where and where != call and where not in judged]
+        if following.current is not None:
+            elsewhere = [where for where in elsewhere if not following.current.passed(where)]
+        if "ended" in elsewhere or (elsewhere and not followed):  # in another call
             return False
         waited = time.monotonic() - began
         if waited > longest or (needed and waited > STANDS and apart()):

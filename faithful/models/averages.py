@@ -7,17 +7,19 @@ the model itself is changed, the whole tensor by its shard.
 
 import functools
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from faithful import patches
 from faithful.errors import Refused
-from faithful.launch import rank_sync
+from faithful.launch import following, rank_sync
 from faithful.tensors.names import shard_of, whole_of
 
 METHODS = {  # (module, class): those of its methods that compute with the model's weights
@@ -57,21 +59,44 @@ def replace(by: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None
 
 
 def on_all_processes(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wraps a method. Its first call raises Refused if the main process alone calls it: the others have to give it
-    their shards."""
-    come: bool | None = None
+    """Wraps a method. A call by the main process alone, until all have called it, raises Refused where they do not
+    follow: the others have to give it their shards."""
+    all_call = False
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal come
-        if come is None:
-            come = rank_sync.all_ranks_called(name, needed=True)
-        if not come:
-            raise called_alone(name)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal all_call
+        args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)  # parameters()
+        if not any(each() is self for each in used):
+            used.append(weakref.ref(self))
+        whole = args and isinstance(args[0], list) and not any(isinstance(tensor, DTensor) for tensor in args[0])
+        if not all_call and not whole:
+            if not rank_sync.all_ranks_called(name, True, asks_for(self, name, args)):
+                raise called_alone(name)
+            all_call = not any(gather_object([following.serves()]))
         with WholeTensors():
-            return method(*args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return call
+
+
+used: list["weakref.ref[Any]"] = []  # averages, in the order of the first use
+
+
+def asks_for(average: Any, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the other processes are asked to do with their averages, see following.py; () where that is not known."""
+    weights = list(args[0].parameters()) if args and isinstance(args[0], torch.nn.Module) else args[0] if args else []
+    names = following.names_of([tensor for tensor in weights if isinstance(tensor, DTensor)][:1])
+    return ("average", names[0][0], name, [each() for each in used].index(average)) if names else ()
+
+
+def follow(model: torch.nn.Module, name: str, at: int) -> None:
+    """Calls the method `Class.method` of an average with a prepared model, as the main process does."""
+    average, method = used[at]() if at < len(used) else None, name.rpartition(".")[2]
+    if average is None:
+        raise called_alone(name)
+    takes_model = type(average).__name__ != "EMAModel"
+    getattr(average, method)(model if takes_model else model.parameters())
 
 
 def called_alone(name: str) -> Refused:

@@ -11,14 +11,17 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import safetensors.torch
 import torch
+from accelerate.state import PartialState
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_map_only
 
 from faithful import patches
 from faithful.errors import Refused
-from faithful.launch import rank_sync
+from faithful.launch import following, rank_sync
 from faithful.models.averages import like
 from faithful.tensors.names import by_mesh, tensors_of
 
@@ -26,6 +29,7 @@ WHOLE = (
     "on all of them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model; for "
     "an optimizer's state, accelerator.save_state"
 )
+SAVES = "save of torch, save_file of safetensors.torch"
 copies = 0  # how often this process has written a whole tensor into a shard, which all do as often
 ROW = "DTensor.__setitem__, data, item, methods that change it"
 OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
@@ -43,28 +47,38 @@ def take_writes() -> None:
     for name, value in (ours | {name: changing(name) for name in names}).items():
         setattr(DTensor, name, value)
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
-    patches.replace("torch:save", functools.partial(saved_by_all, torch.save))
+    for module, name in ((torch, "save"), (safetensors.torch, "save_file")):
+        patches.replace(SAVES, functools.partial(saved_by_all, getattr(module, name)), module, name)
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[NUMBER] = number_of_all
     patches.undo_with(ROW, lambda: handlers.pop(NUMBER, None))
 
 
 def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-    """torch.save, which writes this process's part of a DTensor: fine where each process has a file of its own."""
-    if any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
-        need_all_for("torch.save")
+    """A function that saves, which writes this process's part of a DTensor: fine where each process has a file of its
+    own. Where the others follow the main process, it writes whole tensors."""
+    shards = [tensor for tensor in tensors_of(obj) if isinstance(tensor, DTensor)]
+    if shards:
+        names = following.names_of(shards)
+        need_all_for("a function that saves", ("gather_shards", None, names) if names else ())
         path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # of an open file
         paths = gather_object([os.path.realpath(path)] if isinstance(path, str | os.PathLike) else [])
-        if len(set(paths)) < len(paths):
+        if None in paths:  # of those that follow
+            obj = tree_map_only(DTensor, whole_on_device, obj)
+        elif len(set(paths)) < len(paths):
             raise Refused(
                 f"several processes write their parts of sharded tensors to {path}, where one would be left: {WHOLE}"
             )
     save(obj, f, *args, **kwargs)
 
 
-def need_all_for(call: str) -> None:
+def whole_on_device(shard: Any) -> torch.Tensor:
+    return shard.to(PartialState().device).full_tensor()
+
+
+def need_all_for(call: str, asks: tuple[Any, ...] = ()) -> None:
     """Raises Refused if the main process alone calls this to write shards."""
-    if not rank_sync.all_ranks_called(call, needed=True):
+    if not rank_sync.all_ranks_called(call, True, asks):
         raise Refused(
             f"the main process alone calls {call} with sharded tensors, of which each process holds a part: {WHOLE}"
         )

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from faithful.strategies.base import Strategy
 
 
-def all_save(state: RunState) -> bool:
-    """Whether all processes save, or the main one alone. Raises Refused if it cannot."""
+def all_save(state: RunState, asks: tuple[Any, ...]) -> bool:
+    """Whether all processes save, or the main one alone. Raises Refused if it cannot. asks: see all_ranks_called."""
     parts = in_parts(state.strategy, state.backend)
-    together = state.stopping or rank_sync.all_ranks_called(f"save_state/{state.steps.taken}", needed=parts)
+    together = state.stopping or rank_sync.all_ranks_called(f"save_state/{state.steps.taken}", parts, asks)
     if parts and not together:
         raise Refused(
             "the main process alone calls save_state, but each process holds a part of the run: call it on all of "

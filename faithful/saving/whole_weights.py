@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from accelerate.state import PartialState
+from accelerate.utils import gather_object
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -23,17 +23,19 @@ from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import launcher, rank_sync
 from faithful.strategies.base import whole_tensor
-from faithful.tensors.names import of_fp8, parameters_of, plain_names, tensors_of, unwrapped
+from faithful.tensors.names import local, of_fp8, parameters_of, plain_names, tensors_of, unwrapped
 
 if TYPE_CHECKING:
     from faithful.strategies.base import Strategy
     from faithful.training.model import PreparedModel
 
 
-def state_dict(strategy: "Strategy", model: nn.Module, accelerates: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def state_dict(
+    strategy: "Strategy", model: nn.Module, accelerates: Callable[[], dict[str, Any]], asks: tuple[Any, ...]
+) -> dict[str, Any]:
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
-    `get_state_dict`, which is right where the strategy has no other way."""
-    need_all(strategy, model)
+    `get_state_dict`, which is right where the strategy has no other way. asks: see all_ranks_called."""
+    need_all(strategy, model, asks)
     if strategy.fully_shards or (pieces := strategy.pieces(model)) is None:
         whole = accelerates()
     else:  # one at a time, to save memory
@@ -45,9 +47,9 @@ def state_dict(strategy: "Strategy", model: nn.Module, accelerates: Callable[[],
     return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}
 
 
-def need_all(strategy: "Strategy", model: nn.Module) -> None:
+def need_all(strategy: "Strategy", model: nn.Module, asks: tuple[Any, ...]) -> None:
     """Raises Refused if the main process alone asks for weights that are sharded."""
-    if strategy.sharded(model.parameters()) and not rank_sync.all_ranks_called("get_state_dict", True):
+    if strategy.sharded(model.parameters()) and not rank_sync.all_ranks_called("get_state_dict", True, asks):
         raise Refused(
             "the main process alone asks for the weights, but each process holds a part of them: call "
             "get_state_dict or save_model on all of them, before end_training()"
@@ -69,11 +71,29 @@ def whole(obj: Any, keep: bool) -> Any:
     return tree_map_only(DTensor, gathered, obj)
 
 
-def pieces(strategy: "Strategy", model: nn.Module) -> Pieces | None:
+def names_of(models: list[nn.Module], shards: list[DTensor]) -> list[tuple[int, str]]:
+    """(number of the model, name of the parameter) of each of these shards; nothing if one is of no parameter."""
+    each = [(p, (at, name)) for at, model in enumerate(models) for name, p in parameters_of(model)]
+    known = {(local(p).data_ptr(), p.shape): where for p, where in each if isinstance(p, DTensor)}
+    found = [known.get((local(shard).data_ptr(), shard.shape)) for shard in shards if local(shard).data_ptr()]
+    return [where for where in found if where] if all(found) and len(found) == len(shards) else []
+
+
+def gather(models: list[nn.Module], names: list[tuple[int, str]]) -> None:
+    """Gathers these parameters with the main process, which saves them (models/shards.py)."""
+    from faithful.models.shards import need_all_for
+
+    need_all_for("a function that saves")
+    gather_object([None])  # in place of a path
+    for at, name in names:
+        whole_tensor(dict(parameters_of(models[at]))[name].detach())
+
+
+def pieces(strategy: "Strategy", model: nn.Module, asks: tuple[Any, ...]) -> Pieces | None:
     """As `state_dict`, for one tensor after the other: see Strategy.pieces. None where that is not to be used."""
     if not strategy.sharded(model.parameters()):
         return None
-    need_all(strategy, model)
+    need_all(strategy, model, asks)
     pieces = strategy.pieces(model)
     if pieces is None or strategy.plan.precision != "fp8":
         return pieces
@@ -119,7 +139,7 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Replaces the model's parameters by `weights`, {name: tensor}. Parameters that modules share stay shared. Modules
-    that FSDP2 shards get back their own class: diffusers writes its name. They compute as torch's do, without hooks."""
+    compute as torch's do, without hooks."""
     own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model) if name in weights}
     whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
     with contextlib.ExitStack() as after:
@@ -133,9 +153,6 @@ def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
                 after.callback(before.pop, "forward")
             after.callback(before.update, {name: before[name] for name in hooks})
             before.update({name: OrderedDict() for name in hooks})
-            if isinstance(module, FSDPModule):
-                after.callback(setattr, module, "__class__", type(module))
-                module.__class__ = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
             for name, parameter in module._parameters.items():
                 if id(parameter) in whole:
                     after.callback(module._parameters.__setitem__, name, parameter)

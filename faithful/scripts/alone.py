@@ -1,47 +1,54 @@
-"""What a script calls on the main process alone, as its file shows."""
+"""Whether a script saves on the main process alone, as its files show."""
 
 import ast
 import re
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from faithful.saving import saving
-
-if TYPE_CHECKING:
-    from faithful.backends.base import Backend
-    from faithful.strategies.base import Strategy
 
 UNWRAPS = re.compile(r"\bunwrap_model\(").search
 
 
-def notes(script: str, strategy: "Strategy", backend: "Backend") -> list[str]:
-    """Names the calls on the main process alone that need all processes: before the first step, as a save may come
-    after hours."""
-    needed = ["save_state"] * saving.in_parts(strategy, backend)
-    needed += ["save_model", "get_state_dict", "save_pretrained", "state_dict"] * (not strategy.replicates)
-    told = "on the main process alone, but each process holds a part of the run: call it on all of them"
-    calls = calls_alone(script) if needed else []
-    alone = [(line, name) for line, name in calls if name in needed]
-    return [f"{Path(script).name}:{line} calls {name} {told}, or the run ends there" for line, name in alone]
+def saves() -> bool:
+    """Whether the script, or a module beside it, saves in a block of `if accelerator.is_main_process`."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return script is not None and any(map(saves_alone, files(Path(script).absolute())))
 
 
-def calls_alone(script: str | Path) -> list[tuple[int, str]]:
-    """(line, method) of the calls of an accelerator, of an unwrapped model or of what is made with one, that a script
-    makes in `if accelerator.is_main_process` blocks, without those that are given a state_dict."""
+def files(script: Path) -> Iterator[Path]:
+    """The script, and what it has imported from its own folder and from the working directory."""
+    yield script
+    for module in list(sys.modules.values()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if script.parent in file.parents or (Path.cwd() in file.parents and "site-packages" not in file.parts):
+            yield file
+
+
+def saves_alone(file: Path) -> bool:
+    """Whether it calls, in such a block, a method of an accelerator that saves, or a method or function that saves an
+    unwrapped model, or what is made with one, and is given no state_dict."""
     try:
+        text = file.read_bytes()
         with warnings.catch_warnings(action="ignore"):  # Python has printed those of this file
-            tree = ast.parse(Path(script).read_bytes())
+            tree = ast.parse(text if b"is_main_process" in text else "")
     except (OSError, SyntaxError, ValueError):
-        return []
-    blocks = [node.body for node in ast.walk(tree) if isinstance(node, ast.If) and of_main_alone(node.test)]
-    inside = (node for block in blocks for line in block for node in ast.walk(line) if isinstance(node, ast.Call))
-    given = (call for call in inside if not any(keyword.arg == "state_dict" for keyword in call.keywords))
-    methods = [call.func for call in given if isinstance(call.func, ast.Attribute)]
+        return False
     assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and UNWRAPS(ast.unparse(n.value))]
     models = {ast.unparse(target) for node in assigned for target in node.targets}
-    wanted = (m for m in methods if (of := ast.unparse(m.value)).endswith("accelerator") or of in models or UNWRAPS(of))
-    return sorted({(method.lineno, method.attr) for method in wanted})
+    blocks = [node.body for node in ast.walk(tree) if isinstance(node, ast.If) and of_main_alone(node.test)]
+    inside = (node for block in blocks for line in block for node in ast.walk(line) if isinstance(node, ast.Call))
+    return any(saves_model(call, models) for call in inside)
+
+
+def saves_model(call: ast.Call, models: set[str]) -> bool:
+    owner, _, name = ast.unparse(call.func).rpartition(".")
+    if owner.endswith("accelerator"):
+        return name in ("save_state", "save_model", "get_state_dict")
+    given = [ast.unparse(value) for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    of_model = any(text in models or UNWRAPS(text) for text in (owner, *given))
+    has_weights = any(keyword.arg == "state_dict" for keyword in call.keywords)
+    return of_model and not has_weights and ("save" in name or "state_dict" in name)
 
 
 def of_main_alone(test: ast.expr) -> bool:

@@ -79,7 +79,7 @@ class FSDP(Strategy):
             "FSDP2 gives {found} a class of its own, for which Python needs nn.Module as the first base: write class "
             "{found}(nn.Module, ...), with ABC or Generic behind it, here or in its base, or use a ddp or zero config"
         ),
-        r"'FSDP\w+' object has no attribute 'module'": (
+        r"'\w+' object has no attribute 'module'": (
             "the script uses model.module, the inside of DDP's wrapper, and FSDP2 has none: write "
             "accelerator.unwrap_model(model), which works under every config, or use a ddp config"
         ),
@@ -308,6 +308,7 @@ def shard(
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)
+        keep_class_name(module)
     plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = policy, None  # the next model has other blocks
     plugin.activation_checkpointing = checkpointing
     gathered.put_back(scalars, session.device, plan.ram_efficient)
@@ -328,6 +329,16 @@ def shard(
             model.generate = autocast_of(session)(model.generate)
         register_fsdp_forward_method(model, "generate")
     return model
+
+
+def keep_class_name(module: nn.Module) -> None:
+    """Gives the class that torch makes for a sharded module the name of the module's own, which diffusers writes."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(module, FSDPModule):
+        own = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+        for name in ("__name__", "__qualname__", "__module__"):
+            setattr(type(module), name, getattr(own, name))
 
 
 def refuse_shared(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from faithful import __main__ as door
 from faithful.checkpoint import checkpoints
 from faithful.launch import rank_sync
-from faithful.scripts.alone import calls_alone
+from faithful.scripts.alone import saves_alone
 from faithful.scripts.trainer import IN_PARTS, OPTIMIZER
 
 CLIENTS = ROOT / "tests" / "clients"
@@ -323,31 +323,40 @@ def test_a_checkpoint_by_the_main_process_alone_is_written_and_said(tmp_path):
     assert made["seen"]["samples_per_step"] == 16, "two micro-batches of four, on two processes"
 
 
-def test_a_save_of_shards_by_the_main_process_alone_is_named_before_it_ends_the_run(tmp_path, monkeypatch):
+def test_a_save_of_shards_by_the_main_process_alone_is_followed_or_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_sync, "LOOKS", 0.1), monkeypatch.setattr(rank_sync, "STANDS", 2)
     alone = ("    if step == 7:\n", "    if step == 7 and accelerator.is_main_process:\n")
-    log = run("own_loop", "fsdp_bf16", tmp_path, code={1, 2}, script=changed("own_loop", tmp_path, alone))
-    early, late = (line for line in log.splitlines() if "the main process alone" in line)
-    assert early.startswith("note: own_loop.py:") and "calls save_state on the main process alone" in early
-    assert late.startswith("refused: the main process alone calls save_state") and "Traceback" not in log
+    run("own_loop", "fsdp_bf16", tmp_path, script=changed("own_loop", tmp_path, alone))
+    assert checkpoints.unsound(tmp_path / "out" / "checkpoint-4") is None
+    hidden = (alone[0], "    main = accelerator.is_main_process\n    if step == 7 and main:\n")
+    (tmp_path / "hidden").mkdir()
+    log = run("own_loop", "fsdp_bf16", tmp_path / "hidden", code={1, 2}, script=changed("own_loop", tmp_path, hidden))
+    assert "refused: the main process alone calls save_state" in log and "Traceback" not in log
 
 
-def test_which_calls_are_of_the_main_process_alone(tmp_path):
+def test_which_scripts_save_on_the_main_process_alone(tmp_path):
     block = "if {}:\n    if step:\n        self.accelerator.save_state('x')\nelse:\n    accelerator.save_state('y')\n"
     alone = ("accelerator.is_main_process", "step and self.accelerator.is_main_process")
     others = ("accelerator.is_main_process or sharded", "not accelerator.is_main_process", "step", "no Python")
     for test in (*alone, *others):
         (tmp_path / "script.py").write_text(block.format(test))
-        assert calls_alone(tmp_path / "script.py") == ([(3, "save_state")] if test in alone else []), test
-    (tmp_path / "script.py").write_text("""net = accelerator.unwrap_model(model)
-pipeline = Pipeline.from_pretrained("x", unet=unwrap_model(unet))
-if accelerator.is_main_process:
-    net.save_pretrained("x"), pipeline.save_pretrained("x"), tokenizer.save_pretrained("x"), schedule.state_dict()
-    torch.save(unwrap_model(model).state_dict(), "x")
-    net.save_pretrained("x", state_dict=whole)
-net.save_pretrained("x", is_main_process=accelerator.is_main_process)
-""")
-    assert calls_alone(tmp_path / "script.py") == [(4, "save_pretrained"), (5, "state_dict")]
+        assert saves_alone(tmp_path / "script.py") == (test in alone), test
+    before = (
+        'net = accelerator.unwrap_model(model)\npipeline = Pipeline.from_pretrained("x", unet=unwrap_model(unet))\n'
+    )
+    calls = {
+        'net.save_pretrained("x")': True,
+        'pipeline.save_pretrained("x")': True,
+        'tokenizer.save_pretrained("x"), schedule.state_dict()': False,
+        'torch.save(unwrap_model(model).state_dict(), "x")': True,
+        'net.save_pretrained("x", state_dict=whole)': False,
+        "save_checkpoint(folder, model=accelerator.unwrap_model(model))": True,
+        "layers = get_peft_model_state_dict(net)": True,
+        "net.config.save_pretrained(folder)": False,
+    }
+    for call, saves in calls.items():
+        (tmp_path / "script.py").write_text(f"{before}if accelerator.is_main_process:\n    {call}\n{call}\n")
+        assert saves_alone(tmp_path / "script.py") == saves, call
 
 
 def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):

@@ -140,12 +140,15 @@ def test_each_tensor_that_a_script_saves_has_moved_as_far_as_in_fp32():
         "checkpointing cross_validation memory tracking ddp_comm_hook local_sgd complete_nlp autoregressive_accumulation".split()
     )
     clients, rows = importlib.import_module("clients"), result("clients")["rows"]
+    # three steps, less than weights hold that are saved rounded to FP8
+    not_run = {(client, "ddp_fp8_msamp_o3") for client in ("text_to_image", "text_to_image_lora", "controlnet")}
     assert {row["client"] for row in rows if row["outcome"] == "ran" and "moved" not in row} == unjudged
     for client in {row["client"] for row in rows} - unjudged:
-        configs = sorted(config for config in clients.CONFIGS if clients.meant_for(client, config))
+        configs = [config for config in clients.CONFIGS if clients.meant_for(client, config)]
+        configs = sorted(config for config in configs if (client, config) not in not_run)
         assert sorted(row["config"] for row in rows if row["client"] == client) == configs, client
     judged = [row for row in rows if "moved" in row]
-    assert len(judged) >= 290 and all(row["tensors"] and row["outcome"] == "ran" for row in judged)
+    assert len(judged) >= 300 and all(row["tensors"] and row["outcome"] == "ran" for row in judged)
     assert all(row.get("saved_by") == (None if clients.saves(row["client"]) else "the witness") for row in judged)
     least, most = min(row["moved"][0] for row in judged), max(row["moved"][1] for row in judged)
     assert least > 0.5 and most < 2

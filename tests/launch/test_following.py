@@ -1,0 +1,118 @@
+"""What a script saves on the main process alone, where each process holds a part: as if all had called it."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import accelerate
+import pytest
+import safetensors.torch
+import timm.utils
+import torch
+from conftest import Ranks
+from torch.nn.functional import mse_loss
+
+from faithful import Accelerator
+from faithful.scripts import alone
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = torch.nn.Linear(16, 16), torch.nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(self.linear(x)).relu()
+
+
+def script(by_all, resume=None):
+    """Two epochs of four steps. Checkpoints in the middle of the first, and in the last step of it."""
+    folder = Path(sys.argv[2])
+    accelerate.utils.set_seed(3)
+    accelerator = Accelerator(project_dir=folder)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), Block(), Block(), torch.nn.Linear(16, 4))
+    samples = 16 * accelerator.num_processes
+    data = torch.utils.data.TensorDataset(torch.randn(samples, 8), torch.randn(samples, 4))
+    average = timm.utils.ModelEmaV2(model)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), 1e-2), torch.utils.data.DataLoader(data, 4, shuffle=True)
+    )
+    saves, averages = accelerator.is_main_process or by_all, accelerator.distributed_type != "DEEPSPEED"
+    step = 0
+    if resume:
+        accelerator.load_state(resume)
+        step = int(resume.name.partition("-")[2])
+    for _ in range(step // 4, 2):
+        rest = accelerator.skip_first_batches(loader, step % 4) if step % 4 else loader
+        for x, y in rest:
+            accelerator.backward(mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step in (3, 4) and saves:
+                accelerator.save_state(folder / f"checkpoint-{step}")
+        if averages:
+            average.update(model)
+    accelerator.wait_for_everyone()
+    if saves:
+        accelerator.save_model(model, folder / "model")
+        whole = accelerator.get_state_dict(model)
+        if averages:
+            average.set(model)
+        if accelerator.is_main_process and averages:
+            torch.save(average.module.state_dict(), folder / "average.pt")
+    if accelerator.is_main_process and accelerator.distributed_type == "FSDP" and accelerator.plan.level is None:
+        state = accelerator.unwrap_model(model).state_dict()
+        torch.save({"model": state}, folder / "state.pt")
+        safetensors.torch.save_file(
+            {f"net.{name}": shard for name, shard in state.items()}, folder / "part.safetensors"
+        )
+        taken = [torch.load(folder / "state.pt")["model"], safetensors.torch.load_file(folder / "part.safetensors")]
+        assert all(torch.equal(taken[0][name], whole[name]) for name in whole)
+        assert all(torch.equal(taken[1][f"net.{name}"], whole[name]) for name in whole)
+    accelerator.end_training()
+
+
+def run(config, folder, *args):
+    ranks = Ranks(config, ["--output_dir", str(folder)], script=partial(script, *args))
+    codes = ranks.wait()
+    assert set(codes) == {0}, ranks.text()
+    return ranks.text()
+
+
+def tensors(folder):
+    """{file: {name: tensor}} of all that was written."""
+    found = {str(path.relative_to(folder)): safetensors.torch.load_file(path) for path in folder.rglob("*.safetensors")}
+    return found | {path.name: torch.load(path) for path in folder.glob("average.pt")}
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for file, each in a.items():
+        assert each.keys() == b[file].keys()
+        assert not [n for n in each if not torch.allclose(each[n], b[file][n], 0, 0, equal_nan=True)], file
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "fsdp_bf16",
+        *(
+            pytest.param(config, marks=[pytest.mark.slow, pytest.mark.ci])
+            for config in ("fsdp_fp8", "zero2_bf16", "zero3_bf16", "ddp_fp8_msamp_o3", "fsdp_fp8_msamp_o2")
+        ),
+        pytest.param("hsdp_bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_on_the_main_process_alone_is_that_of_all(tmp_path, monkeypatch, config):
+    monkeypatch.setattr(alone, "saves", lambda: True)
+    run(config, tmp_path / "all", True)
+    log = run(config, tmp_path / "alone", False)
+    assert "refused" not in log and "waiting" not in log
+    whole = tensors(tmp_path / "alone")
+    assert_equal(whole, tensors(tmp_path / "all") | {n: whole[n] for n in whole if n == "part.safetensors"})
+    assert len(list(tmp_path.glob("alone/checkpoint-*/manifest.json"))) == 2
+    for step in (3, 4):
+        run(config, tmp_path / f"from{step}", False, tmp_path / "alone" / f"checkpoint-{step}")
+        for name, value in tensors(tmp_path / f"from{step}")["model/model.safetensors"].items():
+            assert torch.equal(value, whole["model/model.safetensors"][name]), (step, name)
