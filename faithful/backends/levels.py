@@ -61,7 +61,9 @@ class MSAMP(GradientsElsewhere, Backend):
             return name in listed
 
         with refusals():
-            amp8.initialize(model, optimizer, str(plan.level).upper(), skip=skip, **recipe)
+            if optimizer is not None:  # which keeps a state that the script has loaded until `after_prepare`
+                imported("amp8.choice").check_optimizer(optimizer)
+            amp8.initialize(model, None, str(plan.level).upper(), skip=skip, **recipe)
         if STRATEGIES[plan.strategy].replicates and torch.distributed.is_initialized():
             refuse_nothing_for_ddp(model)
         for module in model.modules():

@@ -1,6 +1,7 @@
 """The recipes' optimizers: each trains, resumes to the last bit, and its state is counted."""
 
 import functools
+import sys
 
 import of_matrices as own
 import pytest
@@ -215,3 +216,30 @@ def test_a_checkpoint_holds_all_that_an_optimizer_of_the_scripts_keeps(tmp_path,
     """In an optimizer inside, by a key of its own, in another form than the weights'."""
     train(config, tmp_path / "run", script=functools.partial(goes_back, make, str(tmp_path / "saved")))
     assert "apart 0.0\n" in (tmp_path / "run.log").read_text()
+
+
+def loaded_before():
+    """As lerobot resumes: the optimizer has its state before `prepare`. The step counter and the moments go on."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        moments = {"exp_avg": torch.full_like(parameter, 0.5), "exp_avg_sq": torch.full_like(parameter, 0.25)}
+        optimizer.state[parameter] = {"step": torch.tensor(1000.0)} | moments
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.randn(8, 64)).square().mean())
+    optimizer.step()
+    expected = 0.9 * 0.5 / (0.25 * 0.999 / (1 - 0.999**1001)) ** 0.5  # of lr; the gradient is small beside that
+    for name, weight in accelerator.get_state_dict(model).items():
+        moved = (before[name] * (1 - 1e-5) - weight) / 1e-3
+        assert abs(moved.mean() - expected) < 0.05, (name, moved.mean(), expected)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    "config", ["single_fp32", "single_fp8_msamp_o2", pytest.param("ddp_fp8_msamp_o1", marks=pytest.mark.slow)]
+)
+def test_a_state_that_is_loaded_before_prepare_counts(tmp_path, config):
+    train(config, tmp_path / "run", script=loaded_before)
