@@ -304,6 +304,11 @@ class Adam(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's Adam has it, so it loads into that one: moments are true values, and under fully_shard DTensors.
         Their scales are beside them, with which `load_state_dict` finds the same codes."""
+        if self.model_state.sharded and self.model_state.world > 1:
+            raise CodesRead(
+                "under O3 optimizer.state_dict() is a part of it in each process: save on all of them with "
+                "accelerator.save_state or amp8.exact_state, or use O2"
+            )
         found = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         found["state"] = {at: true_moments(parameters[at], values) for at, values in found["state"].items()}

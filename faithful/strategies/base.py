@@ -351,10 +351,11 @@ OF_SHARDS = {
         "the script, or its optimizer, computes with sharded weights in a way that torch's shards do not have ({first} "
         "in place of a sum or norm): use another optimizer, or a ddp config"
     ),
-    "got mixed torch.Tensor and DTensor|on inputs with different meshes": (
+    "got mixed torch.Tensor and DTensor|on inputs with different meshes|remove or reshape sharded dimension": (
         "the script computes with sharded weights and whole tensors together, which FSDP2 does not allow: perhaps in "
         "its optimizer (a state loaded whole), in its own average of weights (EMA), or where it calls a part or method "
-        "of the model, as generate(), outside its forward pass: use a ddp config, or zero2 if it trains by such calls"
+        "of the model, as generate() or model.forward(x), and not the model itself: use a ddp config, or zero2 if it "
+        "trains by such calls"
     ),
 }
 

@@ -50,7 +50,8 @@ def by_optimizer(
 def of_no_parameter(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """{key: value} of what the optimizer's own `state_dict` adds to torch's; `state` has what it keeps by other keys
     than parameters."""
-    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    kind = type(optimizer)
+    own = kind.state_dict is not torch.optim.Optimizer.state_dict and not kind.__module__.startswith("amp8.")
     saved: dict[str, Any] = optimizer.state_dict() if own else {}
     values = {key: saved[key] for key in saved.keys() - {"state", "param_groups"}} if "state" in saved else {}
     if others := {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}:

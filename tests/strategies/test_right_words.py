@@ -188,6 +188,7 @@ def script(what):
         if what in ("parts", "parts_found") and accelerator.process_index and step:
             tower = None
         called = accelerator.unwrap_model(model) if what == "inside" else model  # as open-instruct's get_reward
+        called = model.forward if what == "forward" else called  # as lerobot
         loss = (called(ids, tower).float() - ids.view(-1, 1) / 64).square().mean()
         if what == "orthogonal":  # as AdaLoRA asks of its parts
             weight = accelerator.unwrap_model(model).blocks[0].linear.weight
@@ -215,6 +216,8 @@ def script(what):
     if what in ("written", "target"):
         accelerator.save_state(f"{sys.argv[2]}-state")
     state, file = accelerator.unwrap_model(model).state_dict(), f"{sys.argv[2]}-saved.pt"
+    if what == "moments":
+        optimizer.state_dict()
     if what == "saved":  # as k-diffusion does
         accelerator.save({"model": state, "steps": STEPS}, file)
         saved, whole = accelerator.is_main_process and torch.load(file)["model"], accelerator.get_state_dict(model)
@@ -272,6 +275,10 @@ ROWS = [
     ("fsdp_bf16", "averaged", COPY),
     ("zero2_bf16", "averaged", COPY),
     ("zero3_bf16", "averaged", COPY),
+    ("ddp_bf16", "forward", TRAINS),
+    ("fsdp_bf16", "forward", "as generate() or model.forward(x), and not the model itself"),
+    ("ddp_fp8_msamp_o2", "moments", TRAINS),
+    ("ddp_fp8_msamp_o3", "moments", "under O3 optimizer.state_dict() is a part of it in each process"),
     ("ddp_bf16", "copied", TRAINS),
     ("ddp_fp8", "copied", TRAINS),
     ("fsdp_bf16", "abc", "FSDP2 gives LayoutOfABC a class of its own, for which Python needs nn.Module as the first"),
