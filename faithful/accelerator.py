@@ -178,7 +178,7 @@ class Accelerator(accelerate.Accelerator):
                 self.models.append(PreparedModel(module, converted.get(at)))
                 self.run.prepared = True
                 if self.backend.codes or not self.strategy.replicates:
-                    whole_weights.saved_whole(self.models[-1], self.get_state_dict)
+                    whole_weights.saved_whole(self.models[-1], self.whole_weights)
                 if at in converted and self.num_processes > 1:
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
         if optimizers:
@@ -556,6 +556,10 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """{name: tensor} of the full weights, with the names of the unconverted model and without FP8 state."""
+        return whole_weights.as_saved(self.strategy, model, self.whole_weights(model, unwrap))
+
+    def whole_weights(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The same under the names of the parameters, where the model's own state_dict has others."""
         accelerates = functools.partial(super().get_state_dict, model, unwrap)
         return whole_weights.state_dict(self.strategy, model, accelerates, self.asks("get_state_dict", model))
 
@@ -581,7 +585,7 @@ class Accelerator(accelerate.Accelerator):
             return
         asks = self.asks("save_model", model, str(folder), max_shard_size)
         if safe_serialization and not each_node and (pieces := whole_weights.pieces(self.strategy, model, asks)):
-            pieces = saving.each_once(model, pieces)
+            pieces = whole_weights.as_saved(self.strategy, model, saving.each_once(model, pieces))
             with launcher.saving_for_all():
                 weight_files.stream_weights(pieces, folder, max_shard_size, self.is_main_process)
         else:

@@ -9,7 +9,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_map_only
 from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
 from faithful.launch import launcher, rank_sync
-from faithful.strategies.base import whole_tensor
+from faithful.strategies.base import persistent_buffers, whole_tensor
 from faithful.tensors.names import local, of_fp8, parameters_of, plain_names, tensors_of, unwrapped
 
 if TYPE_CHECKING:
     from faithful.strategies.base import Strategy
     from faithful.training.model import PreparedModel
+
+T = TypeVar("T")
 
 
 def state_dict(
@@ -36,7 +38,7 @@ def state_dict(
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way. asks: see all_ranks_called."""
     need_all(strategy, model, asks)
-    if strategy.fully_shards or (pieces := strategy.pieces(model)) is None:
+    if (pieces := strategy.pieces(model)) is None:
         whole = accelerates()
     else:  # one at a time, to save memory
         made = ((name, get()) for name, (_, get) in pieces.items())
@@ -45,6 +47,45 @@ def state_dict(
     if strategy.plan.precision != "fp8":
         return whole
     return {name: tensor for name, tensor in whole.items() if torch.is_tensor(tensor) and not of_fp8(name)}
+
+
+def own_names(model: nn.Module) -> dict[str, str] | None:
+    """{name in the model's state_dict: name of the parameter or buffer} of a model whose class, or a hook, names them
+    in another way or leaves some out; None of all others."""
+    module = unwrapped(model)
+    if all(type(part).state_dict is nn.Module.state_dict and not part._state_dict_hooks for part in module.modules()):
+        return None
+    each = dict(
+        plain_names([*module.named_parameters(remove_duplicate=False), *persistent_buffers(module, once=False)])
+    )
+    with codes_saved(module):
+        own = dict(plain_names(module.state_dict(keep_vars=True).items()))
+    if all(own.get(name) is tensor for name, tensor in each.items()):
+        return None
+    known = {id(tensor): name for name, tensor in reversed(each.items())}
+    return {name: known[id(tensor)] for name, tensor in own.items() if id(tensor) in known}
+
+
+@contextlib.contextmanager
+def codes_saved(model: nn.Module) -> Iterator[None]:
+    """Within it the state_dict of a layer of MS-AMP's levels has its parameter, not what amp8 makes of its codes, which
+    under FSDP2 is a shard."""
+    layers = [module for module in model.modules() if hasattr(module, "true_weight")]
+    for layer in layers:
+        layer._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("_save_to_state_dict", None)
+
+
+def as_saved(strategy: "Strategy", model: nn.Module, weights: dict[str, T]) -> dict[str, T]:
+    """The weights under the names of the model's own state_dict, without those that it leaves out."""
+    names = None if strategy.replicates or not weights else own_names(model)
+    if names is None:
+        return weights
+    return {own: weights[name if name in weights else own] for own, name in names.items()}
 
 
 def need_all(strategy: "Strategy", model: nn.Module, asks: tuple[Any, ...]) -> None:
@@ -143,11 +184,9 @@ def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
     own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model) if name in weights}
     whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
     with contextlib.ExitStack() as after:
+        after.enter_context(codes_saved(model))
         for module in list(unwrapped(model).modules()):
             before, hooks = vars(module), ("_forward_pre_hooks", "_forward_hooks")
-            if hasattr(module, "true_weight"):  # amp8's: not what it makes of its codes, which under FSDP2 is a shard
-                module._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, module)
-                after.callback(before.pop, "_save_to_state_dict")
             if isinstance(module, nn.Linear) and "forward" not in before:
                 module.forward = MethodType(nn.Linear.forward, module)
                 after.callback(before.pop, "forward")

@@ -15,7 +15,6 @@ from accelerate.utils import fsdp_utils, gather_object
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from faithful import patches
 from faithful.checkpoint import rows
@@ -38,7 +37,7 @@ from faithful.strategies.base import (
     whole_tensor,
 )
 from faithful.tensors import optimizer_states
-from faithful.tensors.names import fingerprint, parameters_of, plain_names
+from faithful.tensors.names import fingerprint, local, parameters_of, plain_names
 
 if TYPE_CHECKING:
     from accelerate.utils import FullyShardedDataParallelPlugin, GradScalerKwargs
@@ -203,11 +202,10 @@ class FSDP(Strategy):
         pieces = {}
         for at, module in model.named_modules():  # one after the other: an MS-AMP layer decodes its shard for it
             for name, tensor in saved_by(module, at).items():
-                if isinstance(tensor, DTensor) and type(tensor.to_local()) is not torch.Tensor:
-                    return None  # torchao's weights that are gathered in FP8 know themselves what they are whole
                 if torch.is_tensor(tensor):
                     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    pieces[name] = like, lambda module=module, at=at, n=name: whole_tensor(saved_by(module, at)[n])
+                    whole = lambda module=module, at=at, n=name: whole_tensor(saved_by(module, at)[n])  # noqa: E731
+                    pieces[name] = like, lambda whole=whole: local(whole())  # without torchao's wrapper
         return dict(plain_names(pieces.items()))
 
     def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:

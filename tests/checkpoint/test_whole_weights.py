@@ -348,3 +348,53 @@ def in_odd_sizes():
 def test_a_shard_size_that_cannot_be_read_is_one_line(tmp_path):
     run = train("single_fp32", tmp_path / "run", script=in_odd_sizes)
     assert len([*(run / "model").glob("model-*.safetensors")]) == 2
+
+
+OWN_NAMES = """
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+class Wrapped(torch.nn.Module):
+    "As trl's models with a value head, which save under the names of what they wrap."
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.frozen = torch.nn.Sequential(Block(), Block()), torch.nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x):
+        return self.inner(self.frozen(x))
+
+    def state_dict(self, *args, **kwargs):
+        own = super().state_dict(*args, **kwargs)
+        return {name.removeprefix("inner."): value for name, value in own.items() if "frozen" not in name}
+
+
+model = Wrapped()
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.inner.parameters(), 1e-2))
+accelerator.backward(model(torch.randn(4, 32)).square().mean())
+optimizer.step()
+got = accelerator.get_state_dict(model)
+accelerator.save_model(model, f"{folder}/weights")
+if accelerator.is_main_process:
+    print("names", sorted(got), flush=True)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["single_fp32", "fsdp_bf16", "zero2_bf16", *(pytest.param(c, marks=[pytest.mark.slow, pytest.mark.ci]) for c in
+                                                 ("fsdp_fp8", "zero3_bf16", "fsdp_fp8_msamp_o2", "ddp_fp8_msamp_o3"))],
+)  # fmt: skip
+def test_a_model_is_saved_under_the_names_of_its_own_state_dict(tmp_path, config):
+    log = run(tmp_path, OWN_NAMES, config)
+    names = [f"{block}.linear.{kind}" for block in (0, 1) for kind in ("bias", "weight")]
+    assert f"names {names}" in log
+    saved = load_file(tmp_path / config / "weights" / "model.safetensors")
+    assert sorted(saved) == names and all(value.isfinite().all() and value.any() for value in saved.values())
