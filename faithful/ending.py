@@ -18,7 +18,7 @@ from faithful.disk import names, readers
 from faithful.disk.readers import Damaged
 from faithful.errors import Refused, Stopped, explained
 from faithful.evidence.record import Record, errors_left, leave_error, now
-from faithful.launch import launcher, process, rank_sync
+from faithful.launch import following, launcher, process, rank_sync
 from faithful.launch.machine import Memory
 from faithful.models import dtypes
 from faithful.saving import beside, card, hub
@@ -136,6 +136,8 @@ class Run:
             return code
         self.checkpoints.wait(None if error is None else launcher.GRACE)
         rank_sync.tell("ended")
+        if error is not None:
+            following.end()
         record, stopped = self.record, self.record.status == "preempted"
         lost = error is not None and error.startswith((process.ENDED, process.SILENT))
         if error is None:

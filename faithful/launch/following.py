@@ -17,6 +17,7 @@ from faithful import patches
 from faithful.launch import launcher
 
 current: "Following | None" = None  # of the newest Accelerator, where its script has such calls
+OVER = 1 << 40  # more than the places that a run comes to
 Method = Callable[[], Callable[..., Any] | None]
 PLACE, ASKS, MEETS = "following/place", "following/asks/{}", "following/meets/"
 
@@ -37,13 +38,16 @@ class Following:
         if not launcher.is_distributed():
             return
         store, rank, began, told = launcher.store(), dist.get_rank(), time.monotonic(), False
-        while store.add(PLACE, int(rank == 0)) < self.places:
+        while (place := store.add(PLACE, int(rank == 0))) < self.places:
             if self.serve():
                 told = False
             elif not told and time.monotonic() > began + 1:  # for calls that it cannot follow
                 store.set(f"at/{rank}", f"{MEETS}{self.places}")
                 told = True
             time.sleep(0.001)
+        if place >= OVER:
+            time.sleep(1)  # the main process ends first, with its reason
+            raise SystemExit(2)
         if told:
             store.set(f"at/{rank}", "")
 
@@ -90,6 +94,14 @@ def meeting(batches: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator
 def meet() -> None:
     if current is not None:
         current.meet()
+
+
+def end() -> None:
+    """Lets the others wait no more, on a main process that ends with an error."""
+    import torch.distributed as dist
+
+    if current is not None and launcher.is_distributed() and dist.get_rank() == 0:
+        launcher.store().add(PLACE, OVER)
 
 
 def serves() -> bool:

@@ -116,3 +116,21 @@ def test_a_save_on_the_main_process_alone_is_that_of_all(tmp_path, monkeypatch, 
         run(config, tmp_path / f"from{step}", False, tmp_path / "alone" / f"checkpoint-{step}")
         for name, value in tensors(tmp_path / f"from{step}")["model/model.safetensors"].items():
             assert torch.equal(value, whole["model/model.safetensors"][name]), (step, name)
+
+
+def fails_alone():
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model = torch.nn.Linear(16, 16)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(model(torch.randn(4, 16)).square().mean())
+    optimizer.step()
+    if accelerator.is_main_process:
+        raise OSError("no space")
+    accelerator.wait_for_everyone()
+
+
+def test_where_the_main_process_fails_alone_the_others_end_without_a_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(alone, "saves", lambda: True)
+    ranks = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=fails_alone)
+    assert ranks.wait() == [1, 2]
+    assert "OSError: no space" in ranks.text() and "frame #" not in ranks.text()

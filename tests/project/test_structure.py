@@ -181,7 +181,7 @@ LINES = {
     "faithful/config": 1850,  # rules of zero3_sp
     "faithful/disk": 700,
     "faithful/evidence": 900,
-    "faithful/launch": 1850,  # processes that follow the main one; that use different parts of a model; a refusal that a script catches
+    "faithful/launch": 1900,  # processes that follow the main one; that use different parts of a model; a refusal that a script catches
     "faithful/models": 1050,  # torch.save of shards, to one file, too; hooks that a copy of a model does not have
     "faithful/saving": 1150,  # whole weights for every strategy, under the names of a model's own state_dict
     "faithful/scripts": 250,  # a Trainer's resume under tp; which scripts save on the main process alone
