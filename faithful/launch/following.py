@@ -19,7 +19,7 @@ from faithful.launch import launcher
 current: "Following | None" = None  # of the newest Accelerator, where its script has such calls
 OVER = 1 << 40  # more than the places that a run comes to
 Method = Callable[[], Callable[..., Any] | None]
-PLACE, ASKS, MEETS = "following/place", "following/asks/{}", "following/meets/"
+MEETS = "following/meets/"
 
 
 class Following:
@@ -28,6 +28,7 @@ class Following:
 
     def __init__(self, follow: Method, names_of: Method) -> None:
         self.follow, self.names_of, self.places, self.asks, self.serves = follow, names_of, 0, 0, False
+        self.key = f"following/{next(launcher.calls('following'))}"  # in the store, of this Accelerator
         self.made: set[str] = set()  # the calls that the script itself makes on this process
 
     def meet(self) -> None:
@@ -38,7 +39,7 @@ class Following:
         if not launcher.is_distributed():
             return
         store, rank, began, told = launcher.store(), dist.get_rank(), time.monotonic(), False
-        while (place := store.add(PLACE, int(rank == 0))) < self.places:
+        while (place := store.add(self.key, int(rank == 0))) < self.places:
             if self.serve():
                 told = False
             elif not told and time.monotonic() > began + 1:  # for calls that it cannot follow
@@ -57,19 +58,22 @@ class Following:
 
     def ask(self, call: str, what: tuple[Any, ...]) -> None:
         """Asks the others, on the main process, to make a call that is not a collective (rank_sync.py) with it."""
-        launcher.store().set(ASKS.format(self.asks), json.dumps([call, *what]))
+        launcher.store().set(f"{self.key}/{self.asks}", json.dumps([call, *what]))
         self.asks += 1
 
     def serve(self) -> bool:
         """Makes the next call that the main process asks for, if there is one and the script has not made it here."""
-        if not launcher.store().check([ASKS.format(self.asks)]):
+        store, key = launcher.store(), f"{self.key}/{self.asks}"
+        if not store.check([key]):
             return False
-        call, *what = json.loads(launcher.store().get(ASKS.format(self.asks)))
+        call, *what = json.loads(store.get(key))
         self.asks += 1
         if call not in self.made and (follow := self.follow()):
             before, self.serves = self.serves, True
-            follow(*what)
-            self.serves = before
+            try:
+                follow(*what)
+            finally:
+                self.serves = before
         return True
 
 
@@ -78,7 +82,8 @@ def start(follow: Method, names_of: Method) -> None:
     global current
     current = Following(follow, names_of)
     for kind in (DataLoaderShard, DataLoaderDispatcher):
-        patches.replace(f"accelerate.data_loader:{kind.__name__}.__iter__", meeting(kind.__iter__))
+        if not hasattr(kind.__iter__, "meets"):
+            patches.replace(f"accelerate.data_loader:{kind.__name__}.__iter__", meeting(kind.__iter__))
 
 
 def meeting(batches: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
@@ -88,6 +93,7 @@ def meeting(batches: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator
             yield batch
             meet()
 
+    each.meets = True  # pyrefly: ignore[missing-attribute]
     return each
 
 
@@ -101,7 +107,7 @@ def end() -> None:
     import torch.distributed as dist
 
     if current is not None and launcher.is_distributed() and dist.get_rank() == 0:
-        launcher.store().add(PLACE, OVER)
+        launcher.store().add(current.key, OVER)
 
 
 def serves() -> bool:

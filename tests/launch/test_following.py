@@ -134,3 +134,27 @@ def test_where_the_main_process_fails_alone_the_others_end_without_a_word(tmp_pa
     ranks = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=fails_alone)
     assert ranks.wait() == [1, 2]
     assert "OSError: no space" in ranks.text() and "frame #" not in ranks.text()
+
+
+def two_accelerators():
+    for name in ("first", "second"):
+        accelerator = Accelerator(project_dir=Path(sys.argv[2], name))
+        model, data = torch.nn.Linear(16, 16), torch.utils.data.TensorDataset(torch.randn(32, 16))
+        optimizer, loader = torch.optim.SGD(model.parameters(), 0.1), torch.utils.data.DataLoader(data, 4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for step, (x,) in enumerate(loader):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2 and accelerator.is_main_process:
+                accelerator.save_state(Path(sys.argv[2], name, f"checkpoint-{step}"))
+        accelerator.free_memory()
+    accelerator.end_training()
+
+
+def test_the_second_accelerator_of_a_script_is_followed_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(alone, "saves", lambda: True)
+    ranks = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=two_accelerators)
+    assert ranks.wait() == [0, 0], ranks.text()
+    for name in ("first", "second"):
+        assert len(list(tmp_path.glob(f"run/{name}/checkpoint-*/rank1.safetensors"))) == 2

@@ -192,7 +192,7 @@ LINES = {
     "tools": 6600,
     "shared": 2450,
     "benchmarks": 4750,
-    "tests": 36200,
+    "tests": 36250,
     "recipes": 1150,  # embed.py, dpo.py
 }
 SPARE = 100  # more than this under a number, and the number is to be lowered
