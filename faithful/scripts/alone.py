@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNWRAPS = re.compile(r"\bunwrap_model\(").search
+MAIN = re.compile(r"[\w.()]*(\.is_(local_)?main_process|\.(local_)?process_index == 0)").fullmatch
 
 
 def saves() -> bool:
@@ -31,12 +32,12 @@ def saves_alone(file: Path) -> bool:
     try:
         text = file.read_bytes()
         with warnings.catch_warnings(action="ignore"):  # Python has printed those of this file
-            tree = ast.parse(text if b"is_main_process" in text else "")
+            tree = ast.parse(text if b"main_process" in text or b"process_index" in text else "")
     except (OSError, SyntaxError, ValueError):
         return False
     assigned = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and UNWRAPS(ast.unparse(n.value))]
     models = {ast.unparse(target) for node in assigned for target in node.targets}
-    blocks = [node.body for node in ast.walk(tree) if isinstance(node, ast.If) and of_main_alone(node.test)]
+    blocks = [node.body for node in ast.walk(tree) if isinstance(node, ast.If | ast.FunctionDef) and main_alone(node)]
     inside = (node for block in blocks for line in block for node in ast.walk(line) if isinstance(node, ast.Call))
     return any(saves_model(call, models) for call in inside)
 
@@ -51,8 +52,15 @@ def saves_model(call: ast.Call, models: set[str]) -> bool:
     return of_model and not has_weights and ("save" in name or "state_dict" in name)
 
 
+def main_alone(node: ast.If | ast.FunctionDef) -> bool:
+    """Whether it is an `if`, or a function with Accelerate's decorator, that the main process alone comes into."""
+    if isinstance(node, ast.FunctionDef):
+        return any(ast.unparse(decorator).endswith("on_main_process") for decorator in node.decorator_list)
+    return of_main_alone(node.test)
+
+
 def of_main_alone(test: ast.expr) -> bool:
-    """Whether the condition of an `if` holds on the main process alone."""
+    """Whether a condition holds on the main process alone, of a run or of a machine."""
     if isinstance(test, ast.BoolOp):
         return isinstance(test.op, ast.And) and any(map(of_main_alone, test.values))
-    return isinstance(test, ast.Attribute) and test.attr == "is_main_process"
+    return MAIN(ast.unparse(test)) is not None

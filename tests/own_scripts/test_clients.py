@@ -337,6 +337,7 @@ def test_a_save_of_shards_by_the_main_process_alone_is_followed_or_refused(tmp_p
 def test_which_scripts_save_on_the_main_process_alone(tmp_path):
     block = "if {}:\n    if step:\n        self.accelerator.save_state('x')\nelse:\n    accelerator.save_state('y')\n"
     alone = ("accelerator.is_main_process", "step and self.accelerator.is_main_process")
+    alone += ("state.is_local_main_process", "accelerator.process_index == 0")
     others = ("accelerator.is_main_process or sharded", "not accelerator.is_main_process", "step", "no Python")
     for test in (*alone, *others):
         (tmp_path / "script.py").write_text(block.format(test))
@@ -357,6 +358,10 @@ def test_which_scripts_save_on_the_main_process_alone(tmp_path):
     for call, saves in calls.items():
         (tmp_path / "script.py").write_text(f"{before}if accelerator.is_main_process:\n    {call}\n{call}\n")
         assert saves_alone(tmp_path / "script.py") == saves, call
+    (tmp_path / "script.py").write_text(
+        "@accelerator.on_main_process\ndef save():\n    accelerator.save_model(net, 'x')\n"
+    )
+    assert saves_alone(tmp_path / "script.py")
 
 
 def test_what_a_script_passes_against_its_config_is_refused_or_left_out_and_said(tmp_path):
