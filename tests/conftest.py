@@ -46,6 +46,7 @@ from faithful import plan  # noqa: E402
 from faithful.config import settings as config_module  # noqa: E402
 from faithful.evidence import record as run_record  # noqa: E402
 from faithful.launch import machine, process, same_start  # noqa: E402
+from faithful.scripts import alone  # noqa: E402
 from faithful.training.steps import Steps  # noqa: E402
 from shared import diffusion, text  # noqa: E402
 from shared.args import parse  # noqa: E402
@@ -237,6 +238,7 @@ class Ranks:
                     for function, owner in OWNERS.items():
                         setattr(owner, function, FOUND_ONCE[function])
                     same_start.sys = small_sys
+                    alone.files = lambda script: [script]  # not other tests, which this process has imported
                     plan.launch_line = lambda: (["accelerate", "launch", "--config_file", str(path)], path)
                     if before:
                         before(rank)
