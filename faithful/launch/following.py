@@ -47,6 +47,7 @@ class Following:
                 told = True
             time.sleep(0.001)
         if place >= OVER:
+            store.add(f"{self.key}/over", 1)
             time.sleep(1)  # the main process ends first, with its reason
             raise SystemExit(2)
         if told:
@@ -103,11 +104,15 @@ def meet() -> None:
 
 
 def end() -> None:
-    """Lets the others wait no more, on a main process that ends with an error."""
+    """Lets the others wait no more, on a main process that ends with an error. It waits a second for them to see it:
+    the store may end with it."""
     import torch.distributed as dist
 
     if current is not None and launcher.is_distributed() and dist.get_rank() == 0:
-        launcher.store().add(current.key, OVER)
+        store, until = launcher.store(), time.monotonic() + 1
+        store.add(current.key, OVER)
+        while store.add(f"{current.key}/over", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def serves() -> bool:
