@@ -85,10 +85,8 @@ TABLE = {  # what is changed: why
     "transformers.trainer:Trainer.save_model":
         "with FSDP's sharded checkpoints, Accelerate's default, it saves no model, and under tensor parallel it asks "
         "the main process alone for weights that each process has a part of",
-    "transformers.trainer:Trainer._save_optimizer_and_scheduler":
-        "under tensor parallel the main process alone would write its part of the optimizer: it is refused",
     "transformers.trainer:Trainer._load_optimizer_and_scheduler":
-        "and every process would go on with that part: refused, too",
+        "under tensor parallel every process would go on with the main process's part of the optimizer: refused",
     "TF32 in torch.backends":
         "under fp32 torch computes products in IEEE's fp32 and convolutions in TF32, and Accelerate makes compiled "
         "products TF32, too: here both are what the script has set for products, IEEE's by default",

@@ -2,8 +2,8 @@
 
 `if accelerator.is_main_process: accelerator.save_state(folder)` is how most example scripts save. Where each process
 holds a part of the run this needs them all, and the others would be in their next forward pass. So in a script that has
-such calls (scripts/alone.py) the others wait for the main process before each batch, where it waits for them, and at
-the end, until it has come to the same place, and make there the calls that it asks for.
+such calls (scripts/alone.py) the others wait before each batch, in `wait_for_everyone` and in `end_training` until the
+main process has come to the same place, and make meanwhile the calls that it asks for.
 """
 
 import json
@@ -109,10 +109,9 @@ def end() -> None:
     import torch.distributed as dist
 
     if current is not None and launcher.is_distributed() and dist.get_rank() == 0:
-        store, until = launcher.store(), time.monotonic() + 1
-        store.add(current.key, OVER)
-        while store.add(f"{current.key}/over", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
-            time.sleep(0.01)
+        store, key, others = launcher.store(), current.key, dist.get_world_size() - 1
+        store.add(key, OVER)
+        launcher.until(lambda: store.add(f"{key}/over", 0) >= others, time.monotonic() + 1)
 
 
 def serves() -> bool:

@@ -29,6 +29,7 @@ WHOLE = (
     "on all of them call accelerator.get_state_dict(model), and save what it returns, or accelerator.save_model; for "
     "an optimizer's state, accelerator.save_state"
 )
+WRITES = "torch.save or save_file"
 SAVES = "save of torch, save_file of safetensors.torch"
 copies = 0  # how often this process has written a whole tensor into a shard, which all do as often
 ROW = "DTensor.__setitem__, data, item, methods that change it"
@@ -60,7 +61,7 @@ def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kw
     shards = [tensor for tensor in tensors_of(obj) if isinstance(tensor, DTensor)]
     if shards:
         names = following.names_of(shards)
-        need_all_for("a function that saves", ("gather_shards", None, names) if names else ())
+        need_all_for(WRITES, ("gather_shards", None, names) if names else ())
         path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # of an open file
         paths = gather_object([os.path.realpath(path)] if isinstance(path, str | os.PathLike) else [])
         if None in paths:  # of those that follow

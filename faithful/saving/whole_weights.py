@@ -7,7 +7,7 @@ model gets its weights as `accelerator.get_state_dict` returns them.
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, ref
@@ -38,7 +38,9 @@ def state_dict(
     """{name: tensor} of the full weights, on the main process where they are sharded. accelerates: Accelerate's own
     `get_state_dict`, which is right where the strategy has no other way. asks: see all_ranks_called."""
     need_all(strategy, model, asks)
-    if (pieces := strategy.pieces(model)) is None:
+    # torch's takes the names of the state_dict for those of parameters
+    torchs = strategy.fully_shards and own_names(model) is None
+    if torchs or (pieces := strategy.pieces(model)) is None:
         whole = accelerates()
     else:  # one at a time, to save memory
         made = ((name, get()) for name, (_, get) in pieces.items())
@@ -58,8 +60,8 @@ def own_names(model: nn.Module) -> dict[str, str] | None:
     each = dict(
         plain_names([*module.named_parameters(remove_duplicate=False), *persistent_buffers(module, once=False)])
     )
-    with codes_saved(module):
-        own = dict(plain_names(module.state_dict(keep_vars=True).items()))
+    with saved_plainly(module.modules(), itself=True):  # a state_dict of its own may take no keep_vars
+        own = dict(plain_names(module.state_dict().items()))
     if all(own.get(name) is tensor for name, tensor in each.items()):
         return None
     known = {id(tensor): name for name, tensor in reversed(each.items())}
@@ -67,17 +69,21 @@ def own_names(model: nn.Module) -> dict[str, str] | None:
 
 
 @contextlib.contextmanager
-def codes_saved(model: nn.Module) -> Iterator[None]:
-    """Within it the state_dict of a layer of MS-AMP's levels has its parameter, not what amp8 makes of its codes, which
-    under FSDP2 is a shard."""
-    layers = [module for module in model.modules() if hasattr(module, "true_weight")]
-    for layer in layers:
-        layer._save_to_state_dict = MethodType(nn.Module._save_to_state_dict, layer)
-    try:
+def saved_plainly(modules: Iterable[nn.Module], itself: bool = False) -> Iterator[None]:
+    """Within it a state_dict has the parameters of these modules as torch's own would. itself: the very parameters."""
+
+    def save(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        nn.Module._save_to_state_dict(module, destination, prefix, keep_vars or itself)
+
+    with contextlib.ExitStack() as after:
+        for module in modules:
+            before = vars(module)
+            if "_save_to_state_dict" in before:
+                after.callback(before.__setitem__, "_save_to_state_dict", before["_save_to_state_dict"])
+            else:
+                after.callback(before.pop, "_save_to_state_dict")
+            module._save_to_state_dict = MethodType(save, module)
         yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("_save_to_state_dict", None)
 
 
 def as_saved(strategy: "Strategy", model: nn.Module, weights: dict[str, T]) -> dict[str, T]:
@@ -85,7 +91,8 @@ def as_saved(strategy: "Strategy", model: nn.Module, weights: dict[str, T]) -> d
     names = None if strategy.replicates or not weights else own_names(model)
     if names is None:
         return weights
-    return {own: weights[name if name in weights else own] for own, name in names.items()}
+    found = {own: weights.get(name, weights.get(own)) for own, name in names.items()}
+    return {own: weight for own, weight in found.items() if weight is not None}
 
 
 def need_all(strategy: "Strategy", model: nn.Module, asks: tuple[Any, ...]) -> None:
@@ -122,9 +129,9 @@ def names_of(models: list[nn.Module], shards: list[DTensor]) -> list[tuple[int, 
 
 def gather(models: list[nn.Module], names: list[tuple[int, str]]) -> None:
     """Gathers these parameters with the main process, which saves them (models/shards.py)."""
-    from faithful.models.shards import need_all_for
+    from faithful.models.shards import WRITES, need_all_for
 
-    need_all_for("a function that saves")
+    need_all_for(WRITES)
     gather_object([None])  # in place of a path
     for at, name in names:
         whole_tensor(dict(parameters_of(models[at]))[name].detach())
@@ -184,7 +191,8 @@ def inside(model: nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]
     own = {id(parameter): (name, parameter) for name, parameter in parameters_of(model) if name in weights}
     whole = {key: nn.Parameter(weights[name], parameter.requires_grad) for key, (name, parameter) in own.items()}
     with contextlib.ExitStack() as after:
-        after.enter_context(codes_saved(model))
+        # not what amp8 makes of its codes, which under FSDP2 is a shard
+        after.enter_context(saved_plainly(part for part in model.modules() if hasattr(part, "true_weight")))
         for module in list(unwrapped(model).modules()):
             before, hooks = vars(module), ("_forward_pre_hooks", "_forward_hooks")
             if isinstance(module, nn.Linear) and "forward" not in before:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+OURS = Path(__file__).parents[1]
 UNWRAPS = re.compile(r"\bunwrap_model\(").search
 MAIN = re.compile(r"[\w.()]*(\.is_(local_)?main_process|\.(local_)?process_index == 0)").fullmatch
 
@@ -22,7 +23,8 @@ def files(script: Path) -> Iterator[Path]:
     yield script
     for module in list(sys.modules.values()):
         file = Path(getattr(module, "__file__", None) or "/")
-        if script.parent in file.parents or (Path.cwd() in file.parents and "site-packages" not in file.parts):
+        in_folder = Path.cwd() in file.parents and "site-packages" not in file.parts
+        if (in_folder or script.parent in file.parents) and OURS not in file.parents:
             yield file
 
 

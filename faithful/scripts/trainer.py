@@ -6,10 +6,11 @@ There transformers raises an error, although its Trainer only hands the precisio
 TrainingArguments(deepspeed=) would set DeepSpeed up before an Accelerator can say that this is the config's.
 
 Trainer.save_model writes what `from_pretrained` loads, in every config. The optimizer in its checkpoints is that of the
-main process, so it is refused under tensor parallel, where that is no whole one.
+main process, so checkpoints with it are refused under tensor parallel, where that is no whole one.
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from faithful import patches
+from faithful.config import settings
 from faithful.errors import Refused
 from faithful.launch import launcher
 from faithful.saving import whole_weights
@@ -29,7 +31,6 @@ BF16 = "transformers.training_args:is_torch_bf16_gpu_available"
 MADE = "transformers.training_args:TrainingArguments.__post_init__"
 SAVE = "transformers.trainer:Trainer.save_model"
 RESUME = "transformers.trainer:Trainer._load_optimizer_and_scheduler"
-OPTIMIZER_OF = "transformers.trainer:Trainer._save_optimizer_and_scheduler"
 OPTIMIZER = "optimizer.pt"  # in a checkpoint
 IN_PARTS = (
     "under tp each process holds a part of the optimizer, and transformers' Trainer saves and loads the main process's"
@@ -62,6 +63,13 @@ def leave_to_the_config(module: ModuleType) -> None:
                 "a zero config, or name the file as deepspeed_config_file in a YAML of yours"
             )
         made(self)
+        checkpoints = not self.save_only_model and self.save_strategy != "no"
+        # now, as the first of them may come at the end
+        if checkpoints and settings.read_env(os.environ).strategy == "tp":
+            raise Refused(
+                f"{IN_PARTS}: pass save_only_model=True or save_strategy='no' to TrainingArguments, or use a ddp or "
+                "fsdp config, whose checkpoints are whole"
+            )
 
     patches.replace(BF16, is_torch_bf16_gpu_available, module, "is_torch_bf16_gpu_available")
     patches.replace(MADE, __post_init__)
@@ -78,26 +86,20 @@ def save_whole(module: ModuleType) -> None:
         strategy = getattr(self.accelerator, "strategy", None)
         if strategy is None or not strategy.mixes_dtensors:
             return original(self, output_dir, _internal_call)
-        state = self.accelerator.get_state_dict(self.model)
+        weights = self.accelerator.whole_weights(self.model)
+        state = whole_weights.as_saved(strategy, self.model, weights)
         if self.args.should_save:  # before 5.23 `_save` does not ask
             # sentence-transformers' does not hand `state_dict` on
-            with whole_weights.inside(self.model, state), launcher.saving_for_all():
+            with whole_weights.inside(self.model, weights), launcher.saving_for_all():
                 self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    save, load = module.Trainer._save_optimizer_and_scheduler, module.Trainer._load_optimizer_and_scheduler
-
-    def save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        if under_tp(self):
-            raise Refused(
-                f"{IN_PARTS}: pass save_only_model=True to TrainingArguments, or use a ddp or fsdp config, whose "
-                "checkpoints are whole"
-            )
-        save(self, output_dir)
+    load = module.Trainer._load_optimizer_and_scheduler
 
     def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-        if checkpoint and under_tp(self) and Path(checkpoint, OPTIMIZER).exists():
+        plan = getattr(self.accelerator, "plan", None)
+        if plan and plan.strategy == "tp" and checkpoint and Path(checkpoint, OPTIMIZER).exists():
             raise Refused(
                 f"{Path(checkpoint, OPTIMIZER)}: {IN_PARTS}: begin anew with the model of this checkpoint "
                 "(from_pretrained), or train under a ddp or fsdp config"
@@ -105,13 +107,7 @@ def save_whole(module: ModuleType) -> None:
         load(self, checkpoint)
 
     patches.replace(SAVE, save_model)
-    patches.replace(OPTIMIZER_OF, save_optimizer_and_scheduler)
     patches.replace(RESUME, load_optimizer_and_scheduler)
-
-
-def under_tp(trainer: Any) -> bool:
-    plan = getattr(trainer.accelerator, "plan", None)
-    return plan is not None and plan.strategy == "tp"
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {

@@ -78,10 +78,6 @@ class FSDP(Strategy):
             "FSDP2 gives {found} a class of its own, for which Python needs nn.Module as the first base: write class "
             "{found}(nn.Module, ...), with ABC or Generic behind it, here or in its base, or use a ddp or zero config"
         ),
-        r"'\w+' object has no attribute 'module'": (
-            "the script uses model.module, the inside of DDP's wrapper, and FSDP2 has none: write "
-            "accelerator.unwrap_model(model), which works under every config, or use a ddp config"
-        ),
         "save_only_model option is not compatible": (
             "transformers' save_only_model=True needs whole weights in its checkpoints: set fsdp_state_dict_type: "
             "FULL_STATE_DICT in the config's fsdp_config, or leave save_only_model out"
@@ -220,6 +216,12 @@ class FSDP(Strategy):
         super().restore(model, optimizer, parts)
 
     def explain(self, error: str) -> Refused | None:
+        of = re.search(r"'(\w+)' object has no attribute 'module'", error)
+        if of and of[1] in SHARDED:
+            return Refused(
+                "the script uses model.module, the inside of DDP's wrapper, and FSDP2 has none: write "
+                "accelerator.unwrap_model(model), which works under every config, or use a ddp config"
+            )
         if said := needs_whole_model(error) or super().explain(error) or guard.copied(error, "FSDP2"):
             return said
         if self.plan.precision != "fp32" and (said := guard.in_two_dtypes(error, "FSDP2 gathers weights in 16 bit")):
@@ -266,6 +268,7 @@ def broadcast(tensors: list[torch.Tensor], device: torch.device) -> None:
 
 # {id of an original parameter: weak references to it and to its sharded parameter}
 SHARDS: dict[int, tuple[weakref.ref, weakref.ref]] = {}
+SHARDED: set[str] = set()  # names of the classes of sharded modules
 
 
 def shard(
@@ -337,6 +340,7 @@ def keep_class_name(module: nn.Module) -> None:
         own = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
         for name in ("__name__", "__qualname__", "__module__"):
             setattr(type(module), name, getattr(own, name))
+        SHARDED.add(own.__name__)
 
 
 def refuse_shared(model: nn.Module) -> None:

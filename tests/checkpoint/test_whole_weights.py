@@ -370,8 +370,8 @@ class Wrapped(torch.nn.Module):
     def forward(self, x):
         return self.inner(self.frozen(x))
 
-    def state_dict(self, *args, **kwargs):
-        own = super().state_dict(*args, **kwargs)
+    def state_dict(self):
+        own = super().state_dict()
         return {name.removeprefix("inner."): value for name, value in own.items() if "frozen" not in name}
 
 

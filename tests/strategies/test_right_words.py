@@ -294,7 +294,7 @@ ROWS = [
     ("fsdp_fp8", "shared", "Net shares blocks.0.linear.weight with another prepared model"),
     ("fsdp_bf16", "saved_by_each", TRAINS),
     ("fsdp_bf16", "saved_by_all", "several processes write their parts of sharded tensors to"),  # as T2I-Adapter's hook
-    ("fsdp_bf16", "saved_alone", "the main process alone calls a function that saves with sharded tensors"),
+    ("fsdp_bf16", "saved_alone", "the main process alone calls torch.save or save_file with sharded tensors"),
     ("zero2_bf16", "one_cycle", TRAINS),
     ("zero3_bf16", "one_cycle", TRAINS),
     ("zero2_bf16", "apart", "zero2 bf16 needs a model and its optimizer in one call"),
