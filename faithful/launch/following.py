@@ -40,7 +40,7 @@ class Following:
             return
         store, rank, began, told = launcher.store(), dist.get_rank(), time.monotonic(), False
         while (place := store.add(self.key, int(rank == 0))) < self.places:
-            if self.serve():
+            if self.serve(self.places - 1):
                 told = False
             elif not told and time.monotonic() > began + 1:  # for calls that it cannot follow
                 store.set(f"at/{rank}", f"{MEETS}{self.places}")
@@ -59,15 +59,18 @@ class Following:
 
     def ask(self, call: str, what: tuple[Any, ...]) -> None:
         """Asks the others, on the main process, to make a call that is not a collective (rank_sync.py) with it."""
-        launcher.store().set(f"{self.key}/{self.asks}", json.dumps([call, *what]))
+        launcher.store().set(f"{self.key}/{self.asks}", json.dumps([self.places, call, *what]))
         self.asks += 1
 
-    def serve(self) -> bool:
-        """Makes the next call that the main process asks for, if there is one and the script has not made it here."""
+    def serve(self, places: int) -> bool:
+        """Makes the next call that the main process asks for, if there is one and the script has not made it here.
+        places: those that the main process had come to at most. Of a later call the script may make its own here."""
         store, key = launcher.store(), f"{self.key}/{self.asks}"
         if not store.check([key]):
             return False
-        call, *what = json.loads(store.get(key))
+        place, call, *what = json.loads(store.get(key))
+        if place > places:
+            return False
         self.asks += 1
         if call not in self.made and (follow := self.follow()):
             before, self.serves = self.serves, True

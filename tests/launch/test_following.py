@@ -1,6 +1,7 @@
 """What a script saves on the main process alone, where each process holds a part: as if all had called it."""
 
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from conftest import Ranks
 from torch.nn.functional import mse_loss
 
 from faithful import Accelerator
+from faithful.launch import following
 from faithful.scripts import alone
 
 
@@ -73,8 +75,8 @@ def script(by_all, resume=None):
     accelerator.end_training()
 
 
-def run(config, folder, *args):
-    ranks = Ranks(config, ["--output_dir", str(folder)], script=partial(script, *args))
+def run(config, folder, *args, before=None):
+    ranks = Ranks(config, ["--output_dir", str(folder)], script=partial(script, *args), before=before)
     codes = ranks.wait()
     assert set(codes) == {0}, ranks.text()
     return ranks.text()
@@ -116,6 +118,20 @@ def test_a_save_on_the_main_process_alone_is_that_of_all(tmp_path, monkeypatch, 
         run(config, tmp_path / f"from{step}", False, tmp_path / "alone" / f"checkpoint-{step}")
         for name, value in tensors(tmp_path / f"from{step}")["model/model.safetensors"].items():
             assert torch.equal(value, whole["model/model.safetensors"][name]), (step, name)
+
+
+def main_is_later_to_come_and_first_to_go(rank):
+    """It comes to a place, and goes on to its next call, while the other process looks what it asks for."""
+    name, seconds = ("serve", 0.2) if rank else ("meet", 0.1)
+    method = getattr(following.Following, name)
+    setattr(following.Following, name, lambda *args: time.sleep(seconds) or method(*args))
+
+
+def test_a_call_by_all_is_not_made_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(alone, "saves", lambda: True)
+    run("fsdp_bf16", tmp_path / "all", True)
+    run("fsdp_bf16", tmp_path / "late", True, before=main_is_later_to_come_and_first_to_go)
+    assert_equal(tensors(tmp_path / "all"), tensors(tmp_path / "late"))
 
 
 def fails_alone():
