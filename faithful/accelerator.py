@@ -41,7 +41,7 @@ from faithful.saving.state import RunState
 from faithful.scripts import alone, trainer
 from faithful.strategies.base import Accelerates, Engine, Session
 from faithful.tensors.names import perturb, unwrapped
-from faithful.training import clipping, draws, loaders
+from faithful.training import clipping, draws, loaders, scaling
 from faithful.training.model import PreparedModel, convert, notes, prepared_parameters, refuse_untrained, trains
 from faithful.training.optimizer import Optimizer, is_lomo_available
 from faithful.training.steps import Passes, Steps
@@ -181,6 +181,7 @@ class Accelerator(accelerate.Accelerator):
                     whole_weights.saved_whole(self.models[-1], self.whole_weights)
                 if at in converted and self.num_processes > 1:
                     module.register_forward_pre_hook(self.forward_passes, prepend=True)
+                    module.register_forward_pre_hook(following.before_forward, prepend=True)
         if optimizers:
             refuse_other_launch(self.strategy, self.distributed_type, self.num_processes)
         for optimizer in self._optimizers:
@@ -350,6 +351,7 @@ class Accelerator(accelerate.Accelerator):
         self.between_steps = False
         self.backward_passes += 1
         self.norms.clear()
+        scaling.forget(self.scaler, self._optimizers)
         # Under DeepSpeed the Trainer divides the loss itself, and tells the engine so by `scale_wrt_gas`.
         self.steps.backward(loss, self.gradient_accumulation_steps > 1 and kwargs.get("scale_wrt_gas", True))
         with self.strategy.in_backward([] if self.steps.tried else [model.model for model in self.models]):
@@ -360,8 +362,8 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips, and returns the norm over all processes before. `before_update` checks that it is finite."""
         parameters, elsewhere = clipping.as_list(parameters), self.norms.elsewhere
-        if elsewhere is None:
-            self.unscale_gradients()
+        if self.scaler is not None:
+            self.unscale_gradients(scaling.of_parameters(self._optimizers, parameters))
         self.norms.refuse_by_other(norm_type)
         if elsewhere:
             norm = elsewhere.clip_grad_norm_(parameters, max_norm)
@@ -373,10 +375,21 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         self.norms.refuse_by_value()
-        self.unscale_gradients()  # Accelerate does the same, but raises an error under FSDP2
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        if self.scaler is not None:
+            self.unscale_gradients(scaling.of_parameters(self._optimizers, parameters))
         if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As Accelerate's, of gradients that are still multiplied by fp16's scale."""
+        given = self._optimizers if optimizer is None else optimizer
+        if self.norms.elsewhere is None:
+            scaling.divide(self.scaler, given if isinstance(given, list | tuple) else [given])
+
+    def are_scaled(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether gradients of these parameters are multiplied by fp16's scale, which torch's clipping cannot know."""
+        return bool(scaling.undivided(self.scaler, scaling.of_parameters(self._optimizers, parameters)))
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 `if accelerator.is_main_process: accelerator.save_state(folder)` is how most example scripts save. Where each process
 holds a part of the run this needs them all, and the others would be in their next forward pass. So in a script that has
-such calls (scripts/alone.py) the others wait before each batch, in `wait_for_everyone` and in `end_training` until the
-main process has come to the same place, and make meanwhile the calls that it asks for.
+such calls (scripts/alone.py) the others wait before each batch and its forward pass, in `wait_for_everyone` and in
+`end_training` until the main process has come to the same place, and make meanwhile the calls that it asks for.
 """
 
 import json
@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch.nn import Module
 
 from faithful import patches
 from faithful.launch import launcher
@@ -104,6 +106,12 @@ def meeting(batches: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator
 def meet() -> None:
     if current is not None:
         current.meet()
+
+
+def before_forward(model: Module, *_: object) -> None:
+    """A hook of each prepared model that trains."""
+    if model.training and torch.is_grad_enabled():
+        meet()
 
 
 def end() -> None:

@@ -42,9 +42,13 @@ def state_dict(
     torchs = strategy.fully_shards and own_names(model) is None
     if torchs or (pieces := strategy.pieces(model)) is None:
         whole = accelerates()
-    else:  # one at a time, to save memory
-        made = ((name, get()) for name, (_, get) in pieces.items())
-        whole = {name: tensor.cpu() for name, tensor in made if PartialState().is_main_process}
+    else:  # one at a time, to save memory, and one that modules share once
+        main = PartialState().is_main_process
+        made = {}
+        for get in dict.fromkeys(get for _, get in pieces.values()):
+            tensor = get()
+            made[get] = tensor.cpu() if main else None
+        whole = {name: made[get] for name, (_, get) in pieces.items()} if main else {}
     whole = dict(plain_names(whole.items()))
     if strategy.plan.precision != "fp8":
         return whole

@@ -72,6 +72,16 @@ def refuse_own_backward() -> NoReturn:
     )
 
 
+NOT_SCALED = (
+    "gradients are not multiplied by fp16's scale: the script calls loss.backward() or torch.autograd.grad, or has a "
+    "GradScaler of its own: call accelerator.backward(loss), or use a bf16 config"
+)
+OWN_SCALER = (
+    "the script has a GradScaler of its own, which finds no gradients under ZeRO: call accelerator.backward(loss), and "
+    "optimizer.step()"
+)
+
+
 def refuse_step() -> NoReturn:
     """Torch's step would use the gradients of before again, or zeros, which move a weight by its momentum."""
     raise Refused(

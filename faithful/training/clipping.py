@@ -1,7 +1,8 @@
 """Gradient clipping, also for scripts that call torch.nn.utils.clip_grad_norm_ instead of the Accelerator's.
 
 torch clips only `.grad`. MS-AMP's levels keep FP8 gradients elsewhere, and DeepSpeed keeps all gradients elsewhere, so
-torch would clip a part of them, or none. Under tensor parallel torch fails on a mix of DTensors and tensors.
+torch would clip a part of them, or none. Under tensor parallel torch fails on a mix of DTensors and tensors. In fp16 it
+would clip gradients that are multiplied by the scale.
 """
 
 import functools
@@ -104,7 +105,9 @@ class Clips(Protocol):
     norms: Norms
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor: ...
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None: ...
     def prepared_parameters(self) -> set[int]: ...
+    def are_scaled(self, parameters: list[torch.Tensor]) -> bool: ...
 
 
 newest: weakref.ref[Clips] | None = None  # of this process, while the script holds it
@@ -117,7 +120,8 @@ def instead_of_torch(accelerator: Clips) -> None:
     """
     global newest
     newest = weakref.ref(accelerator)
-    if not accelerator.norms.elsewhere and not accelerator.norms.strategy.mixes_dtensors:
+    norms = accelerator.norms
+    if not norms.elsewhere and not norms.strategy.mixes_dtensors and norms.strategy.plan.precision != "fp16":
         return
     for function, ours in (
         (torch.nn.utils.clip_grad_norm_, clip_grad_norm_),
@@ -140,7 +144,7 @@ def clip_grad_norm_(
     **kwargs: Any,
 ) -> torch.Tensor:
     accelerator, parameters = newest() if newest else None, as_list(parameters)
-    if accelerator and (owner(parameters) or len(by_kind(parameters)) > 1):
+    if accelerator and (owner(parameters) or len(by_kind(parameters)) > 1 or accelerator.are_scaled(parameters)):
         return accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
     return torchs(parameters, max_norm, norm_type, *args, **kwargs)
 
@@ -154,9 +158,11 @@ def clip_grads_with_norm_(torchs: Callable[..., None], parameters: Parameters, *
 
 
 def clip_grad_value_(torchs: Callable[..., None], parameters: Parameters, *args: Any, **kwargs: Any) -> None:
-    parameters = as_list(parameters)
+    accelerator, parameters = newest() if newest else None, as_list(parameters)
     if norms := owner(parameters):
         norms.refuse_by_value()
+    if accelerator and accelerator.are_scaled(parameters):
+        return accelerator.clip_grad_value_(parameters, *args, **kwargs)
     for kind in by_mesh(parameter for parameter in parameters if parameter.grad is not None):
         torchs(kind, *args, **kwargs)
 

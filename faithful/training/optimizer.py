@@ -9,6 +9,7 @@ import accelerate.utils
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from faithful.training import scaling
 from faithful.training.steps import Steps
 
 
@@ -38,11 +39,13 @@ class Optimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.accelerator is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
+        scaling.refuse(self.scaler, closure)
         found_inf = self.accelerator.before_update(self)
-        if found_inf is None:
-            super().step(closure)
-        else:
-            self.step_unless(found_inf, closure)
+        with scaling.alone(self.scaler, scaling.inner(self)):
+            if found_inf is None:
+                super().step(closure)
+            else:
+                self.step_unless(found_inf, closure)
         if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):  # pyrefly: ignore[bad-argument-type]
             self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
         self.accelerator.after_update(self)

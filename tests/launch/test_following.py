@@ -47,6 +47,8 @@ def script(by_all, resume=None):
     for _ in range(step // 4, 2):
         rest = accelerator.skip_first_batches(loader, step % 4) if step % 4 else loader
         for x, y in rest:
+            if step == 2 and saves:  # before the step, with its batch drawn
+                accelerator.save_state(folder / "early")
             accelerator.backward(mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()

@@ -72,6 +72,73 @@ def accumulated(accelerator, model, optimizer):
     return model
 
 
+def accumulation_said_later(accelerator):
+    """The number of micro-batches, by which Accelerate divides the loss, is known after `prepare`."""
+    model, optimizer = start(accelerator)
+    accelerator.gradient_accumulation_steps = 2
+    for step in range(2 * STEPS):
+        accelerator.backward(loss_of(accelerator, model, step))
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def clipped_by_torch(accelerator):
+    """By the function of torch, not by the Accelerator's."""
+    model, optimizer = start(accelerator)
+    clip = nn.utils.clip_grad_norm_
+    return steps(accelerator, model, optimizer, between=lambda step: clip(model.parameters(), 0.05))
+
+
+def two_optimizers_clipped(accelerator):
+    model = network()
+    first, second = adam(model[:3].parameters()), adam(model[3:].parameters(), LR / 2)
+    model, first, second = accelerator.prepare(model, first, second)
+    for step in range(STEPS):
+        first.zero_grad()
+        second.zero_grad()
+        accelerator.backward(loss_of(accelerator, model, step))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        first.step()
+        second.step()
+    return model
+
+
+def two_models_clipped(accelerator):
+    """Each has its backward pass before the first steps, and one of them steps half as often."""
+    one, other = network(0), network(1)
+    one, other, first, second = accelerator.prepare(one, other, adam(one.parameters()), adam(other.parameters()))
+    for step in range(STEPS):
+        first.zero_grad()
+        other.zero_grad()
+        accelerator.backward(loss_of(accelerator, one, step))
+        accelerator.backward(loss_of(accelerator, other, step))
+        nn.utils.clip_grad_norm_(one.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+        first.step()
+        if step % 2:
+            second.step()
+    return nn.ModuleList([accelerator.unwrap_model(one), accelerator.unwrap_model(other)])
+
+
+class SharedWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.inner = nn.Embedding(16, 32), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        self.head = nn.Linear(32, 16, bias=False)
+        self.head.weight = self.embedding.weight = nn.Parameter(self.embedding.weight.detach() / 4)
+
+    def forward(self, inputs):
+        return self.head(self.inner(self.embedding(inputs.argmax(-1)) + inputs @ self.embedding.weight))
+
+
+def shared_weight(accelerator):
+    """A language model's head is its embedding: one tensor, under both names."""
+    return steps(accelerator, *start(accelerator, model=SharedWeight()))
+
+
 def wgan(accelerator):
     """A critic with clipped weights is trained three times for each step of the generator."""
     critic, of_critic = start(accelerator)

@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 import os
-import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import gather_object
 from torch import nn
 
@@ -79,11 +78,21 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of t
 PERSISTENT = 10_000  # elements; biases and norms are not worth a collective each. The default is 100,000.
 
 
+ERRORS = {  # see errors.explained
+    r"train_batch_size is not equal to .* (\d+ != \d+ \* \d+ \* \d+)":
+        "deepspeed_config_file's train_batch_size is not train_micro_batch_size_per_gpu times gradient accumulation "
+        "times processes: {found}: set it to auto",
+    "Loss scaling is required for this configuration": guard.NOT_SCALED,
+    "No inf checks were recorded for this optimizer": guard.OWN_SCALER,
+}  # fmt: skip
+
+
 class ZeRO(GradientsElsewhere, Strategy):
     """Stages 1, 2 and 3. Accelerate and DeepSpeed read the stage from the launcher's environment."""
 
     distributed_types = ("DEEPSPEED",)
     gradients_elsewhere = "DeepSpeed's gradients"
+    errors = ERRORS
     any_number_of_processes = True
     model_keeps_run = False  # Python's collector does not see the hooks by which the engine holds itself and the model
 
@@ -239,6 +248,9 @@ class ZeRO(GradientsElsewhere, Strategy):
             if (gradient := kwargs.pop("gradient", None)) is not None:
                 loss = (loss * gradient).sum()
             guard.refuse_options(kwargs.keys() - {"retain_graph", "scale_wrt_gas"})
+            divides, said = engine.gradient_accumulation_steps(), GradientState().num_steps
+            if kwargs.get("scale_wrt_gas", True) and divides != said:  # said after prepare
+                loss = loss * (divides / said)
             engine.set_gradient_accumulation_boundary(sync_gradients)
             self._in_backward = True
             with held.working(), added_up(zero):
@@ -409,23 +421,20 @@ class ZeRO(GradientsElsewhere, Strategy):
         def whole(parameter: nn.Parameter) -> torch.Tensor:
             return whole_master(engine.optimizer, parameter) if held.has(parameter) else gathered(parameter)
 
-        pieces = {}
-        for name, parameter in engine.module.named_parameters():
+        each = {}
+        for parameter in engine.module.parameters():
             dtype = torch.float32 if held.has(parameter) else parameter.dtype
             like = torch.empty(shape(parameter), dtype=dtype, device="meta")
-            pieces[name] = like, functools.partial(whole, parameter)
+            each[id(parameter)] = like, functools.partial(whole, parameter)
+        pieces = {name: each[id(p)] for name, p in engine.module.named_parameters(remove_duplicate=False)}
         kept = persistent_buffers(engine.module, once=False)  # peft's VeRA reads shared ones by each name
         return pieces | {name: (buffer, lambda buffer=buffer: buffer) for name, buffer in kept}
 
     def explain(self, error: str) -> Refused | None:
         if self._passed_outside and error in ("list index out of range", "unknown parameter type"):  # DeepSpeed's
             return guard.not_averaged()
-        if sizes := re.search(r"train_batch_size is not equal to .* (\d+ != \d+ \* \d+ \* \d+)", error):
-            return Refused(
-                "deepspeed_config_file's train_batch_size is not train_micro_batch_size_per_gpu times gradient "
-                f"accumulation times processes: {sizes[1]}: set it to auto"
-            )
-        if said := needs_whole_model(error) or guard.second_pass(error) or guard.copied(error, "DeepSpeed"):
+        said = super().explain(error) or needs_whole_model(error) or guard.second_pass(error)
+        if said := said or guard.copied(error, "DeepSpeed"):
             return said
         if self.plan.ram_efficient and (said := meta_init.explain(error, "zero3_init_flag")):
             return said

@@ -1,0 +1,79 @@
+"""fp16's gradient scaler, where a script has several optimizers or clips gradients with torch's functions.
+
+torch's scaler remembers whose gradients it has divided by the scale, until the update that comes after the steps of all
+optimizers. Accelerate updates it after each step, so that the gradients of the others are divided once more. And where
+one model's gradients are to be clipped, Accelerate divides those of all, which fails the second time.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.amp.grad_scaler import OptState
+
+from faithful.errors import Refused
+from faithful.strategies import guard
+
+
+def refuse(scaler: Any, closure: object) -> None:
+    """Raises Refused before a step that torch's scaler cannot take."""
+    if isinstance(scaler, torch.amp.GradScaler) and closure is not None:
+        raise Refused("fp16's gradient scaler takes no closure of optimizer.step: use a bf16 or fp32 config")
+    if isinstance(scaler, torch.amp.GradScaler) and scaler._scale is None:
+        raise Refused(guard.NOT_SCALED)
+
+
+def divide(scaler: Any, optimizers: Iterable[Any]) -> None:
+    """Divides the gradients of these optimizers by the scale, once in a step."""
+    for each in undivided(scaler, optimizers):
+        scaler.unscale_(each)
+
+
+def undivided(scaler: Any, optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """torch's optimizers inside of these whose gradients are still multiplied by the scale."""
+    if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None:
+        return []
+    return [each for each in map(inner, optimizers) if has_gradients(each) and stage(scaler, each) is OptState.READY]
+
+
+def of_parameters(optimizers: Iterable[Any], parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Those of the optimizers that update one of these parameters."""
+    ids = {id(parameter) for parameter in parameters}
+    return [each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])]
+
+
+@contextlib.contextmanager
+def alone(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A step of this optimizer and the scaler's update after it, which forgets nothing of the others."""
+    if not isinstance(scaler, torch.amp.GradScaler):
+        yield
+        return
+    states = scaler._per_optimizer_states
+    others = {key: states.pop(key) for key in list(states) if key != id(optimizer)}
+    yield
+    scaler._per_optimizer_states.update(others)  # a new dictionary by now
+
+
+def forget(scaler: Any, optimizers: Iterable[Any]) -> None:
+    """Before a backward pass: forgets that gradients were divided which the script has given up since."""
+    if isinstance(scaler, torch.amp.GradScaler):
+        for each in map(inner, optimizers):
+            if id(each) in scaler._per_optimizer_states and not has_gradients(each):
+                del scaler._per_optimizer_states[id(each)]
+
+
+def inner(optimizer: Any) -> torch.optim.Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def stage(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
+    state = scaler._per_optimizer_states.get(id(optimizer))
+    return state["stage"] if state else OptState.READY
