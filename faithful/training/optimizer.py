@@ -39,13 +39,16 @@ class Optimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.accelerator is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
-        scaling.refuse(self.scaler, closure)
+        optimizer = scaling.inner(self)
+        can_step = scaling.can_step(self.scaler, optimizer, closure)
         found_inf = self.accelerator.before_update(self)
-        with scaling.alone(self.scaler, scaling.inner(self)):
-            if found_inf is None:
+        with scaling.alone(self.scaler, optimizer):
+            if found_inf is not None:
+                self.step_unless(found_inf, closure)
+            elif can_step:
                 super().step(closure)
             else:
-                self.step_unless(found_inf, closure)
+                self._is_overflow = False
         if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):  # pyrefly: ignore[bad-argument-type]
             self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
         self.accelerator.after_update(self)

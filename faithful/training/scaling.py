@@ -17,12 +17,15 @@ from faithful.errors import Refused
 from faithful.strategies import guard
 
 
-def refuse(scaler: Any, closure: object) -> None:
-    """Raises Refused before a step that torch's scaler cannot take."""
-    if isinstance(scaler, torch.amp.GradScaler) and closure is not None:
+def can_step(scaler: Any, optimizer: torch.optim.Optimizer, closure: object) -> bool:
+    """Whether torch's scaler can step. If there is no gradient it cannot, and nothing is to be updated."""
+    if not isinstance(scaler, torch.amp.GradScaler):
+        return True
+    if closure is not None:
         raise Refused("fp16's gradient scaler takes no closure of optimizer.step: use a bf16 or fp32 config")
-    if isinstance(scaler, torch.amp.GradScaler) and scaler._scale is None:
+    if scaler._scale is None and has_gradients(optimizer):
         raise Refused(guard.NOT_SCALED)
+    return has_gradients(optimizer)
 
 
 def divide(scaler: Any, optimizers: Iterable[Any]) -> None:

@@ -14,6 +14,7 @@ from habits import NEED_BLOCKS, ROWS, WITHOUT_EFFECT, Net, llama, main, trained
 PRECISIONS = {
     "fp32": {"mixed_precision": "no"},
     "bf16": {"mixed_precision": "bf16"},
+    "fp16": {"mixed_precision": "fp16"},
     "ao": {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "recipe": "tensorwise"}},
     "te": {"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "recipe": "delayed", "amax_history_len": 4}},
 } | {
@@ -26,7 +27,7 @@ SPLIT = ("tp", "fsdp_tp")
 CELLS = [  # (strategy, precision) that run on a CPU
     (strategy, precision)
     for strategy, levels in STRATEGIES.items()
-    for precision in ["fp32", "bf16"] + ([] if strategy in SPLIT else ["ao", "te", *levels.split()])
+    for precision in ["fp32", "bf16", "fp16"] + ([] if strategy in SPLIT else ["ao", "te", *levels.split()])
 ]
 IN_FP64 = {("single", "fp32"), ("ddp", "fp32"), ("fsdp", "fp32"), ("hsdp", "fp32")}
 EXACT = 1e-9  # relative, in fp64: sums of other orders, over four steps of AdamW
@@ -109,14 +110,17 @@ OF_ENGINE = ["loss.backward() alone", "loss.backward() alone, and an evaluation"
              "optimizer.zero_grad(set_to_none=False) before a step"]  # fmt: skip
 RELEASED = ["p.data.clamp_ after prepare", "p.data.clamp_ between backward and step", "nn.init after prepare",
             "load_state_dict after a step", "a penalty over model.parameters()", "another Parameter after prepare"]  # fmt: skip
+# What a gradient scaler multiplies, or does not, in torch as here.
+OF_THE_SCALE = ["p.grad is read", *(row for row in ROWS if row.startswith("loss.backward()"))]
 # What strategies/guard.py refuses, each time with the end of a launch.
 GUARDED = {"zero1": OF_ENGINE, "zero2": OF_ENGINE, "zero3": OF_ENGINE + RELEASED} | dict.fromkeys(
     ("fsdp", "hsdp", *SPLIT), ["p.grad[:n] = 0", "a penalty over model.parameters()"]
 )
 
 
-def rows_of(strategy):
+def rows_of(strategy, precision):
     left_out = GUARDED.get(strategy, []) + (list(NEED_BLOCKS) if strategy in SPLIT else [])
+    left_out += OF_THE_SCALE if precision == "fp16" else []
     return [row for row in ROWS if row not in left_out]
 
 
@@ -129,8 +133,9 @@ QUICK = {("zero1", "bf16"), ("zero2", "bf16"), ("fsdp", "bf16")}
     [pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.slow]) for cell in CELLS],
 )
 def test_what_a_script_does_has_torchs_effect_or_is_refused(tmp_path, strategy, precision):
-    found = list(outcomes(rows_of(strategy), strategy, precision, tmp_path))
-    assert [row for row, *_ in found] == rows_of(strategy)
+    rows = rows_of(strategy, precision)
+    found = list(outcomes(rows, strategy, precision, tmp_path))
+    assert [row for row, *_ in found] == rows
     assert not [one for one in found if one[1] == "wrong"]
     assert strategy not in GUARDED or precision not in ("fp32", "bf16") or {end for _, end, _ in found} == {"right"}
 
