@@ -136,10 +136,11 @@ class FP8Linear(nn.Linear):
         first. A port is a leaf with the weight's shape and one element of memory. There are several, not one with
         `grad_dtype = None`, because compiled code would cast to the dtype of that one.
         """
-        self.address = None
-        if torch.cuda.is_available() and kernels.fits(self.weight.device):
+        device, on_gpu = self.weight.device, torch.cuda.is_available() and kernels.fits(self.weight.device)
+        if on_gpu:
             kernels.register()  # before torch.compile traces a call of them
-            self.address = torch.tensor([self.amax_history.data_ptr()], device=self.weight.device)
+        known = on_gpu or device.type == "cpu"
+        self.address = torch.tensor([self.amax_history.data_ptr()], device=device) if known else None
         self.ports = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with torch.no_grad():
@@ -405,9 +406,11 @@ def cast(
         # pyrefly: ignore[bad-argument-type]
         return kernels.cast_delayed(x, dtype, scales, updates, history, slot, window, recording, transposed)
     amax = scaling.amax(x)
-    scale = cast_scale(amax, scales[slot], updates[slot], dtype, window)
-    if recording:
+    if recording and address is not None and torch.compiler.is_compiling():
+        amax = torch.ops.amp8.record(amax, address, slot)  # used below, or the compiler would drop the call
+    elif recording:
         scaling.record_(history[:, slot], amax)
+    scale = cast_scale(amax, scales[slot], updates[slot], dtype, window)
     codes = scaling.operand(x, scale, dtype)
     return codes, turned(codes) if transposed else None, scale, scale.reciprocal()
 

@@ -15,6 +15,7 @@ Formats: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433). 
 FP8-LM (arXiv:2310.18313). Scales that are not powers of two: TransformerEngine's DelayedScaling.
 """
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -335,6 +336,20 @@ def record_(history: torch.Tensor, value: torch.Tensor, slot: int | tuple[int, .
     a step. NaN is stored as infinity, because a maximum over ranks could drop NaN. Don't call it in evaluation."""
     row = history[0][slot]
     row.copy_(torch.maximum(row, value.nan_to_num(nan=math.inf, posinf=math.inf)))
+
+
+@torch.library.custom_op("amp8::record", mutates_args=())
+def record(amax: torch.Tensor, address: torch.Tensor, slot: int) -> torch.Tensor:
+    """`record_` in code that is compiled for a CPU, by the address of the history (int64 [1]). Returns the amax. For a
+    history that it changes the compiler would allow no second forward pass before a backward pass."""
+    row, value = ctypes.c_float.from_address(int(address) + 4 * slot), float(amax)
+    row.value = max(row.value, math.inf if math.isnan(value) else value)
+    return amax.clone()
+
+
+@record.register_fake
+def _(amax: torch.Tensor, address: torch.Tensor, slot: int) -> torch.Tensor:
+    return torch.empty_like(amax)
 
 
 def window_scale(

@@ -42,7 +42,15 @@ from faithful.scripts import alone, trainer
 from faithful.strategies.base import Accelerates, Engine, Session
 from faithful.tensors.names import perturb, unwrapped
 from faithful.training import clipping, draws, loaders, scaling
-from faithful.training.model import PreparedModel, convert, notes, prepared_parameters, refuse_untrained, trains
+from faithful.training.model import (
+    PreparedModel,
+    convert,
+    notes,
+    prepared_parameters,
+    refuse_untrained,
+    to_convert,
+    trains,
+)
 from faithful.training.optimizer import Optimizer, is_lomo_available
 from faithful.training.steps import Passes, Steps
 
@@ -163,7 +171,8 @@ class Accelerator(accelerate.Accelerator):
         if os.environ.get("FAITHFUL_PERTURBED"):  # compare's control run: what does a change in the last bit do?
             self.perturb(filter(trains, args))
         how = session, self.strategy, self.backend
-        converted = {at: convert(*how, model, optimizers) for at, model in enumerate(args) if trains(model)}
+        models = to_convert(args, optimizers, self.backend.codes)
+        converted = {at: convert(*how, model, optimizers) for at, model in models}
         before, self.preparing = list(self._optimizers), True
         try:
             accelerates = Accelerates(super().prepare, self.prepare_optimizer)
@@ -272,6 +281,7 @@ class Accelerator(accelerate.Accelerator):
             loaders.look_at(data_loader, groups, bool(self.dispatch_batches), self.record.note_once)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         loaders.refuse_one_batch_for_all(prepared, groups)
+        prepared.place = f"loader {len(self.epochs)}"  # see following.py
         self.epochs.append(loaders.Epoch(self.record.note_once if self.strategy.exchanges_in_passes else None))
         return self.epochs[-1].watch(prepared)
 
@@ -408,6 +418,8 @@ class Accelerator(accelerate.Accelerator):
         self.validate_prepared()  # here too, as a script may call loss.backward() itself
         if self.resumed:
             loaders.refuse_other_rest(self.epochs, self.gradient_state.active_dataloader)
+            if loaders.trains_again(self.epochs, self.backward_passes - self.updated[1]):
+                self.note(loaders.AGAIN)
         if self.never_accumulates:
             steps = self.gradient_accumulation_steps
             raise Refused(
@@ -505,8 +517,8 @@ class Accelerator(accelerate.Accelerator):
     def names_of(self, shards: list[Any]) -> list[tuple[int, str]]:
         return whole_weights.names_of([known.model for known in self.models], shards)
 
-    def gather_shards(self, names: list[tuple[int, str]]) -> None:
-        whole_weights.gather([known.model for known in self.models], names)
+    def gather_shards(self, call: str, names: list[tuple[int, str]]) -> None:
+        whole_weights.gather([known.model for known in self.models], call, names)
 
     def average(self, model: nn.Module, name: str, at: int) -> None:
         from faithful.models import averages  # only a strategy that shards loads it

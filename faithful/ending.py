@@ -135,6 +135,8 @@ class Run:
         if self.made_by != os.getpid():  # of the process that has forked this one
             return code
         self.checkpoints.wait(None if error is None else launcher.GRACE)
+        if error is None:
+            following.close()
         rank_sync.tell("ended")
         if error is not None:
             following.end()

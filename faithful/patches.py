@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -130,6 +131,13 @@ def replace(row: str, value: object, owner: object = None, name: str = "") -> No
     before = vars(owner)[name] if isinstance(owner, type) else getattr(owner, name)
     undos.append(lambda: setattr(owner, name, before))
     setattr(owner, name, value)
+
+
+def replace_everywhere(row: str, before: object, value: object) -> None:
+    """Sets what is `before` in every module that has it, under any name."""
+    for module in list(sys.modules.values()):
+        for name in [name for name, each in list(vars(module).items()) if each is before]:
+            replace(row, value, module, name)
 
 
 def undo_with(row: str, function: Callable[[], object]) -> None:

@@ -46,6 +46,11 @@ class MSAMP(GradientsElsewhere, Backend):
 
     def convert(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str]]:
         """Converts the layers before DDP wraps the model. Under FSDP2 `after_prepare` converts the shards."""
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise Refused(
+                "the script wraps the model in DistributedDataParallel itself: leave that to accelerator.prepare, "
+                "which does what the config says"
+            )
         if self.plan.level == "o3":  # a parameter's owner sends it as a flat piece
             guard.make_contiguous(model)
         return [] if self.fully_sharded else self.initialize(model, optimizer)

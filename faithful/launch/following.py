@@ -6,6 +6,8 @@ such calls (scripts/alone.py) the others wait before each batch and its forward 
 `end_training` until the main process has come to the same place, and make meanwhile the calls that it asks for.
 """
 
+import collections
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +21,10 @@ from faithful import patches
 from faithful.launch import launcher
 
 current: "Following | None" = None  # of the newest Accelerator, where its script has such calls
-OVER = 1 << 40  # more than the places that a run comes to
 Method = Callable[[], Callable[..., Any] | None]
 MEETS = "following/meets/"
+CLOSES = 10
+STEP = "step"  # a kind of places; each prepared loader is another: the main process may read one alone, to show batches
 
 
 class Following:
@@ -29,57 +32,61 @@ class Following:
     the Accelerator's, and None once it is gone. `serves`: whether this process makes a call that was asked for."""
 
     def __init__(self, follow: Method, names_of: Method) -> None:
-        self.follow, self.names_of, self.places, self.asks, self.serves = follow, names_of, 0, 0, False
+        self.follow, self.names_of, self.asks, self.serves = follow, names_of, 0, False
+        self.places = collections.Counter[str]()  # to which this process has come, of each kind
         self.key = f"following/{next(launcher.calls('following'))}"  # in the store, of this Accelerator
         self.made: set[str] = set()  # the calls that the script itself makes on this process
 
-    def meet(self) -> None:
+    def meet(self, kind: str) -> None:
         """Every process comes here. The others wait for the main process."""
         import torch.distributed as dist
 
-        self.places += 1
+        self.places[kind] += 1
         if not launcher.is_distributed():
             return
         store, rank, began, told = launcher.store(), dist.get_rank(), time.monotonic(), False
-        while (place := store.add(self.key, int(rank == 0))) < self.places:
-            if self.serve(self.places - 1):
+        while store.add(f"{self.key}/{kind}", int(rank == 0)) < self.places[kind]:
+            if store.check([f"{self.key}/end"]):
+                store.add(f"{self.key}/over", 1)
+                time.sleep(1)  # the main process ends first, with its reason
+                raise SystemExit(2)
+            if self.serve(kind):
                 told = False
             elif not told and time.monotonic() > began + 1:  # for calls that it cannot follow
-                store.set(f"at/{rank}", f"{MEETS}{self.places}")
+                store.set(f"at/{rank}", f"{MEETS}{kind}/{self.places[kind]}")
                 told = True
             time.sleep(0.001)
-        if place >= OVER:
-            store.add(f"{self.key}/over", 1)
-            time.sleep(1)  # the main process ends first, with its reason
-            raise SystemExit(2)
         if told:
             store.set(f"at/{rank}", "")
 
     def passed(self, where: str) -> bool:
         """Whether the main process has come to the place where another one said that it waits."""
-        return where.startswith(MEETS) and int(where.removeprefix(MEETS)) <= self.places
+        kind, _, number = where.removeprefix(MEETS).partition("/")
+        return where.startswith(MEETS) and int(number) <= self.places[kind]
 
     def ask(self, call: str, what: tuple[Any, ...]) -> None:
         """Asks the others, on the main process, to make a call that is not a collective (rank_sync.py) with it."""
         launcher.store().set(f"{self.key}/{self.asks}", json.dumps([self.places, call, *what]))
         self.asks += 1
 
-    def serve(self, places: int) -> bool:
+    def serve(self, kind: str | None = None) -> bool:
         """Makes the next call that the main process asks for, if there is one and the script has not made it here.
-        places: those that the main process had come to at most. Of a later call the script may make its own here."""
+        kind: of the place at which this process waits; None: it waits in a call. Of a call that the main process makes
+        after that place the script may make its own here."""
         store, key = launcher.store(), f"{self.key}/{self.asks}"
         if not store.check([key]):
             return False
-        place, call, *what = json.loads(store.get(key))
-        if place > places:
+        places, call, *what = json.loads(store.get(key))
+        steps = places.get(STEP, 0) - self.places[STEP]
+        if steps > 0 or (kind and steps == 0 and places.get(kind, 0) >= self.places[kind]):
             return False
         self.asks += 1
         if call not in self.made and (follow := self.follow()):
-            before, self.serves = self.serves, True
+            serves, self.serves = self.serves, True
             try:
                 follow(*what)
             finally:
-                self.serves = before
+                self.serves = serves
         return True
 
 
@@ -94,24 +101,41 @@ def start(follow: Method, names_of: Method) -> None:
 
 def meeting(batches: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     def each(self: Any) -> Iterator[Any]:
-        meet()
+        kind = getattr(self, "place", "loader")
+        meet(kind)
         for batch in batches(self):
             yield batch
-            meet()
+            meet(kind)
 
     each.meets = True  # pyrefly: ignore[missing-attribute]
     return each
 
 
-def meet() -> None:
+def meet(kind: str = STEP) -> None:
     if current is not None:
-        current.meet()
+        current.meet(kind)
 
 
 def before_forward(model: Module, *_: object) -> None:
     """A hook of each prepared model that trains."""
     if model.training and torch.is_grad_enabled():
         meet()
+
+
+def close() -> None:
+    """At the end of a script, which may have called no `end_training`: the last place. The main process, which serves
+    the store, waits CLOSES seconds until the others have come there."""
+    global current
+    import torch.distributed as dist
+
+    if current is not None and launcher.is_distributed():
+        with contextlib.suppress(dist.DistError):  # the main process has ended
+            current.meet(STEP)
+            store, key, world = launcher.store(), f"{current.key}/closed", dist.get_world_size()
+            store.add(key, 1)
+            if dist.get_rank() == 0:
+                launcher.until(lambda: store.add(key, 0) >= world, time.monotonic() + CLOSES)
+    current = None
 
 
 def end() -> None:
@@ -121,7 +145,7 @@ def end() -> None:
 
     if current is not None and launcher.is_distributed() and dist.get_rank() == 0:
         store, key, others = launcher.store(), current.key, dist.get_world_size() - 1
-        store.add(key, OVER)
+        store.set(f"{key}/end", "")
         launcher.until(lambda: store.add(f"{key}/over", 0) >= others, time.monotonic() + 1)
 
 
@@ -132,3 +156,10 @@ def serves() -> bool:
 def names_of(shards: list[Any]) -> list[tuple[int, str]]:
     found = current.names_of() if current is not None else None
     return found(shards) if found else []
+
+
+def gathering(call: str, shards: list[Any]) -> tuple[Any, ...]:
+    """What the others are asked to do where the main process saves these shards by a call; () where they are of no
+    model."""
+    names = names_of(shards)
+    return ("gather_shards", None, call, names) if names else ()

@@ -73,7 +73,7 @@ def all_ranks_called(what: str, needed: bool = False, asks: tuple[Any, ...] = ()
                 follows.ask(call, asks)
             store.set(f"{call}/verdict", "all" if others_come(call, what, needed, follows is not None) else "alone")
         while not store.check([f"{call}/verdict"]):  # get() would keep this process's other threads from the store
-            if (follower := following.current) is not None and follower.serve(follower.places):
+            if following.current is not None and following.current.serve():
                 tell(waits := call)
             time.sleep(0.005)
     finally:

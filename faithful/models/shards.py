@@ -49,7 +49,8 @@ def take_writes() -> None:
         setattr(DTensor, name, value)
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
     for module, name in ((torch, "save"), (safetensors.torch, "save_file")):
-        patches.replace(SAVES, functools.partial(saved_by_all, getattr(module, name)), module, name)
+        save = getattr(module, name)
+        patches.replace_everywhere(SAVES, save, functools.partial(saved_by_all, save))
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[NUMBER] = number_of_all
     patches.undo_with(ROW, lambda: handlers.pop(NUMBER, None))
@@ -60,8 +61,7 @@ def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kw
     own. Where the others follow the main process, it writes whole tensors."""
     shards = [tensor for tensor in tensors_of(obj) if isinstance(tensor, DTensor)]
     if shards:
-        names = following.names_of(shards)
-        need_all_for(WRITES, ("gather_shards", None, names) if names else ())
+        need_all_for(WRITES, following.gathering(WRITES, shards))
         path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # of an open file
         paths = gather_object([os.path.realpath(path)] if isinstance(path, str | os.PathLike) else [])
         if None in paths:  # of those that follow

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from faithful.checkpoint.weight_files import Pieces
 from faithful.errors import Refused
-from faithful.launch import launcher, rank_sync
+from faithful.launch import following, launcher, rank_sync
 from faithful.strategies.base import persistent_buffers, whole_tensor
 from faithful.tensors.names import local, of_fp8, parameters_of, plain_names, tensors_of, unwrapped
 
@@ -110,11 +110,12 @@ def need_all(strategy: "Strategy", model: nn.Module, asks: tuple[Any, ...]) -> N
 
 def whole(obj: Any, keep: bool) -> Any:
     """`obj` with whole tensors in place of shards. Every process calls it. keep: whether this one writes them."""
-    if not any(isinstance(tensor, DTensor) for tensor in tensors_of(obj)):
+    shards = [tensor for tensor in tensors_of(obj) if isinstance(tensor, DTensor)]
+    if not shards:
         return obj
     from faithful.models.shards import need_all_for  # only a strategy that shards loads it
 
-    need_all_for("accelerator.save")
+    need_all_for("accelerator.save", following.gathering("accelerator.save", shards))
 
     def gathered(shard: DTensor) -> torch.Tensor | None:
         tensor = whole_tensor(shard)
@@ -131,12 +132,13 @@ def names_of(models: list[nn.Module], shards: list[DTensor]) -> list[tuple[int, 
     return [where for where in found if where] if all(found) and len(found) == len(shards) else []
 
 
-def gather(models: list[nn.Module], names: list[tuple[int, str]]) -> None:
-    """Gathers these parameters with the main process, which saves them (models/shards.py)."""
+def gather(models: list[nn.Module], call: str, names: list[tuple[int, str]]) -> None:
+    """Gathers these parameters with the main process, which saves them by that call."""
     from faithful.models.shards import WRITES, need_all_for
 
-    need_all_for(WRITES)
-    gather_object([None])  # in place of a path
+    need_all_for(call)
+    if call == WRITES:
+        gather_object([None])  # in place of a path
     for at, name in names:
         whole_tensor(dict(parameters_of(models[at]))[name].detach())
 

@@ -46,8 +46,8 @@ def saves_alone(file: Path) -> bool:
 
 def saves_model(call: ast.Call, models: set[str]) -> bool:
     owner, _, name = ast.unparse(call.func).rpartition(".")
-    if owner.endswith("accelerator"):
-        return name in ("save_state", "save_model", "get_state_dict")
+    if name in ("save_state", "save_model", "get_state_dict") or (name == "save" and owner.endswith("accelerator")):
+        return True
     given = [ast.unparse(value) for value in (*call.args, *(keyword.value for keyword in call.keywords))]
     of_model = any(text in models or UNWRAPS(text) for text in (owner, *given))
     has_weights = any(keyword.arg == "state_dict" for keyword in call.keywords)

@@ -74,6 +74,11 @@ class FSDP(Strategy):
             "torch.autograd.grad asks for gradients of shards, and under {strategy} the graph holds the gathered "
             "weights: call accelerator.backward(loss), then use .grad, or use a ddp config"
         ),
+        r"Parameter '(\S+)' is shared with a parameter already managed by another FSDP group": (
+            "{found} is tied to a weight of another layer, and FSDP2 gathers one of them by itself: leave that "
+            "layer's class out of fsdp_transformer_layer_cls_to_wrap, or of the model's _no_split_modules, or use a "
+            "ddp or zero config"
+        ),
         r"object layout differs from '(\w+)'": (
             "FSDP2 gives {found} a class of its own, for which Python needs nn.Module as the first base: write class "
             "{found}(nn.Module, ...), with ABC or Generic behind it, here or in its base, or use a ddp or zero config"

@@ -26,20 +26,26 @@ from faithful.tensors.random_states import States
 from faithful.tensors.serialization import pack, unpack
 
 Prepared = DataLoaderShard | DataLoaderDispatcher
-FORGOTTEN = ("slice_fn", "torch_device_mesh", "submesh_tp", "_non_blocking", "_drop_last")  # accelerate#4295
+AGAIN = (
+    "the run was resumed in the middle of an epoch, and the script begins it anew, with the batches that it has "
+    "trained on: for the rest alone call accelerator.skip_first_batches(loader, n)"
+)
+FORGOTTEN = ("slice_fn", "torch_device_mesh", "submesh_tp", "_non_blocking", "_drop_last", "place")  # accelerate#4295
 
 
 class Epoch:
     """The epoch of a prepared loader, also after `skip_first_batches`. `began`: {name: state} of its random generators
     when the epoch began; `again`: states to begin the next epoch with, or None. In both, `workers` is there if the
-    epoch goes on with persistent workers. `workers`: the state from which these drew their seed, or None. note: prints
-    and keeps a line of a kind, once; None where processes may make different numbers of passes."""
+    epoch goes on with persistent workers. `anew`: the pass over such an epoch that begins with its first batch, or
+    None. `workers`: the state from which these drew their seed, or None. note: prints and keeps a line of a kind, once;
+    None where processes may make different numbers of passes."""
 
     def __init__(self, note: Callable[[str, str], None] | None = None) -> None:
         self.note = note
         self.loaders: list[Prepared] = []
         self.began: States | None = None
         self.again: States | None = None
+        self.anew: _BaseDataLoaderIter | None = None
         self.workers: torch.Tensor | None = None
 
     def watch(self, prepared: Any) -> Any:
@@ -146,6 +152,7 @@ class Watched(DataLoader):
                 first = list(itertools.islice(batches, 1))
                 iterator._sampler_iter = itertools.chain(first, batches)
             random_states.set_host(later)
+        epoch.anew = iterator if again is not None and self is epoch.first else None
         return iterator
 
     def persistent(self, epoch: Epoch, again: States | None) -> torch.Tensor | None:
@@ -182,6 +189,15 @@ def refuse_other_rest(epochs: list[Epoch], active: Any) -> None:
                 "the run was resumed in the middle of an epoch, whose order Accelerate's function skip_first_batches "
                 "draws anew: call the method, accelerator.skip_first_batches(loader, n)"
             )
+
+
+def trains_again(epochs: list[Epoch], passes: int) -> bool:
+    """Whether a run that was resumed in the middle of an epoch trains on its first batches again. passes: the backward
+    passes so far; a script that leaves out batches itself has drawn more."""
+    drawn = [epoch.anew._num_yielded for epoch in epochs if epoch.anew is not None]
+    for epoch in epochs:
+        epoch.anew = None
+    return any(batches - 1 <= passes for batches in drawn)  # Accelerate draws one before it is needed
 
 
 def as_before(rest: Any, loader: Any) -> Any:

@@ -1,7 +1,7 @@
 """One object for each model that the script has prepared: what is known of it, from `prepare` to `free_memory`. And
 what is refused or noted of all of them together."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -47,6 +47,11 @@ class PreparedModel:
         the ids of the parameters of all models. note: keeps a line. Returns what takes its steps, if it does not."""
         if optimizer in self.optimizers or not strategy.parameter_ids(optimizer) & self.parameters:
             return None
+        if backend.codes and not self.layers and any(p.requires_grad for p in nn.Module.parameters(self.model)):
+            raise Refused(
+                "an optimizer updates a model that was prepared with other optimizers before, and is not in FP8: give "
+                "the model and its optimizer to one call of accelerator.prepare"
+            )
         self.optimizers.append(optimizer)
         strategy.refuse_order(self.model, optimizer)
         engine = None
@@ -67,6 +72,19 @@ def trains(argument: object) -> TypeGuard[nn.Module]:
     if not isinstance(argument, nn.Module) or getattr(argument, "_is_accelerate_prepared", False):
         return False
     return any(parameter.requires_grad for parameter in nn.Module.parameters(argument))
+
+
+def to_convert(
+    args: Sequence[Any], optimizers: list[torch.optim.Optimizer], codes: bool
+) -> Iterator[tuple[int, nn.Module]]:
+    """Yields (position, model) of those to convert. codes: whether the weights become codes, in which an average of
+    weights, that is prepared beside the model and its optimizer, is not to be held."""
+    updated = set().union(*map(parameter_ids, optimizers))
+    for at, model in enumerate(args):
+        if trains(model):
+            of_model = map(id, nn.Module.parameters(model))
+            if not (codes and optimizers) or not updated.isdisjoint(of_model):
+                yield at, model
 
 
 def convert(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import accelerate.utils
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from faithful.training import scaling
 from faithful.training.steps import Steps
@@ -52,6 +53,16 @@ class Optimizer(AcceleratedOptimizer):
         if self.scaler is not None and not math.isfinite(self.accelerator.steps.norm):  # pyrefly: ignore[bad-argument-type]
             self._is_overflow = True  # a fused optimizer skips inside its kernel, where Accelerate can't see it
         self.accelerator.after_update(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Of a state that was saved whole a sharded weight takes its part."""
+        super().load_state_dict(state_dict)
+        for parameter, state in scaling.inner(self).state.items():
+            if isinstance(parameter, DTensor):
+                where = parameter.device_mesh, parameter.placements
+                for key, value in state.items():
+                    if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
+                        state[key] = distribute_tensor(value, *where, src_data_rank=None)
 
     def step_unless(self, found_inf: torch.Tensor, closure: Callable[[], Any] | None) -> None:
         """A step that changes nothing if `found_inf` is 1, as torch's gradient scaler hands it to fused optimizers."""

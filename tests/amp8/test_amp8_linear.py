@@ -294,6 +294,15 @@ def test_compiles_in_one_graph_with_the_same_results(level, recipe, monkeypatch)
     assert torch._dynamo.explain(compiled[0])(seeded(32, 64)).graph_break_count == 0
 
 
+def test_compiled_it_may_be_called_twice_before_a_backward_pass():
+    """As a siamese network is, and a policy on two answers."""
+    eager, compiled = start_block(), start_block()
+    run = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
+    twice = [lambda x, run=run: run(x) + run(x.flip(0)) for run in (eager[0], run)]
+    assert losses_of(*eager, twice[0]) == losses_of(*compiled, twice[1])
+    assert torch.equal(eager[0][1].amax_history, compiled[0][1].amax_history)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["msamp", "fp4"])
 def test_compiles_with_inductor(recipe):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import accelerate
 import pytest
-import safetensors.torch
 import timm.utils
 import torch
 from conftest import Ranks
+from safetensors.torch import load_file, save_file
+from torch import save
 from torch.nn.functional import mse_loss
 
 from faithful import Accelerator
@@ -36,11 +37,13 @@ def script(by_all, resume=None):
     samples = 16 * accelerator.num_processes
     data = torch.utils.data.TensorDataset(torch.randn(samples, 8), torch.randn(samples, 4))
     average = timm.utils.ModelEmaV2(model)
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), 1e-2), torch.utils.data.DataLoader(data, 4, shuffle=True)
-    )
+    optimizer, loader = torch.optim.AdamW(model.parameters(), 1e-2), torch.utils.data.DataLoader(data, 4, shuffle=True)
+    shown = torch.utils.data.DataLoader(data, 4, generator=torch.Generator())
+    model, optimizer, loader, shown = accelerator.prepare(model, optimizer, loader, shown)
     saves, averages = accelerator.is_main_process or by_all, accelerator.distributed_type != "DEEPSPEED"
     step = 0
+    if accelerator.is_main_process:  # it alone reads batches
+        assert len(list(shown)) == 4
     if resume:
         accelerator.load_state(resume)
         step = int(resume.name.partition("-")[2])
@@ -67,11 +70,9 @@ def script(by_all, resume=None):
             torch.save(average.module.state_dict(), folder / "average.pt")
     if accelerator.is_main_process and accelerator.distributed_type == "FSDP" and accelerator.plan.level is None:
         state = accelerator.unwrap_model(model).state_dict()
-        torch.save({"model": state}, folder / "state.pt")
-        safetensors.torch.save_file(
-            {f"net.{name}": shard for name, shard in state.items()}, folder / "part.safetensors"
-        )
-        taken = [torch.load(folder / "state.pt")["model"], safetensors.torch.load_file(folder / "part.safetensors")]
+        save({"model": state}, folder / "state.pt")
+        save_file({f"net.{name}": shard for name, shard in state.items()}, folder / "part.safetensors")
+        taken = [torch.load(folder / "state.pt")["model"], load_file(folder / "part.safetensors")]
         assert all(torch.equal(taken[0][name], whole[name]) for name in whole)
         assert all(torch.equal(taken[1][f"net.{name}"], whole[name]) for name in whole)
     accelerator.end_training()
@@ -86,7 +87,7 @@ def run(config, folder, *args, before=None):
 
 def tensors(folder):
     """{file: {name: tensor}} of all that was written."""
-    found = {str(path.relative_to(folder)): safetensors.torch.load_file(path) for path in folder.rglob("*.safetensors")}
+    found = {str(path.relative_to(folder)): load_file(path) for path in folder.rglob("*.safetensors")}
     return found | {path.name: torch.load(path) for path in folder.glob("average.pt")}
 
 
@@ -167,7 +168,9 @@ def two_accelerators():
             if step % 2 and accelerator.is_main_process:
                 accelerator.save_state(Path(sys.argv[2], name, f"checkpoint-{step}"))
         accelerator.free_memory()
-    accelerator.end_training()
+    model = accelerator.prepare(torch.nn.Linear(16, 16))
+    if accelerator.is_main_process:  # and no call of end_training after it
+        save(accelerator.unwrap_model(model).state_dict(), Path(sys.argv[2], "last.pt"))
 
 
 def test_the_second_accelerator_of_a_script_is_followed_too(tmp_path, monkeypatch):
@@ -176,3 +179,4 @@ def test_the_second_accelerator_of_a_script_is_followed_too(tmp_path, monkeypatc
     assert ranks.wait() == [0, 0], ranks.text()
     for name in ("first", "second"):
         assert len(list(tmp_path.glob(f"run/{name}/checkpoint-*/rank1.safetensors"))) == 2
+    assert torch.load(tmp_path / "run/last.pt")["weight"].shape == (16, 16)

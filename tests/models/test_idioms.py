@@ -34,8 +34,10 @@ REFUSED = {  # (idiom, config): what the line says
     ("closures", "single_fp16"): "fp16's gradient scaler takes no closure of optimizer.step",
     ("own_scaler", "single_fp16"): "gradients are not multiplied by fp16's scale",
     ("own_scaler", "zero2_bf16"): "the script has a GradScaler of its own",
-    ("wgan", "zero2_bf16"): "zero2 trains one model, the script prepares several",
-    ("two_models_clipped", "zero2_bf16"): "zero2 trains one model, the script prepares several",
+    **dict.fromkeys(
+        [(idiom, "zero2_bf16") for idiom in ("wgan", "two_models_clipped", "prepared_average")],
+        "zero2 trains one model, the script prepares several",
+    ),
     ("two_optimizers_clipped", "zero2_bf16"): "one optimizer updates the model, the script prepares 2",
     ("gradient_penalty", "zero2_bf16"): "DeepSpeed's engine takes no second derivative",
     ("lbfgs", "zero2_bf16"): "LBFGS is not known to update each element by itself",
@@ -49,7 +51,8 @@ REFUSED = {  # (idiom, config): what the line says
 QUICK = [("unused_layer", "ddp_bf16"), ("two_models_clipped", "single_fp16"), ("own_scaler", "single_fp16"),
          ("accumulation_said_later", "zero2_bf16"), ("shared_weight", "zero2_bf16"), ("sharpness_aware", "fsdp_bf16"),
          ("earlier_state", "fsdp_bf16"), ("own_call", "fsdp_bf16"),
-         ("clipping_by_hand", "fsdp_bf16"), ("wgan", "single_fp8"), ("cleared_state", "single_fp8_msamp_o2")]  # fmt: skip
+         ("clipping_by_hand", "fsdp_bf16"), ("wgan", "single_fp8"), ("cleared_state", "single_fp8_msamp_o2"),
+         ("prepared_average", "single_fp8_msamp_o2")]  # fmt: skip
 
 
 class Plain:

@@ -348,6 +348,7 @@ def test_which_scripts_save_on_the_main_process_alone(tmp_path):
     )
     calls = {
         'net.save_pretrained("x")': True,
+        'a.save_state("x")': True,
         'pipeline.save_pretrained("x")': True,
         'tokenizer.save_pretrained("x"), schedule.state_dict()': False,
         'torch.save(unwrap_model(model).state_dict(), "x")': True,

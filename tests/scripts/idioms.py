@@ -173,6 +173,18 @@ def average(accelerator):
     return model
 
 
+def prepared_average(accelerator):
+    """An average of the weights that is prepared beside the model, as in k-diffusion and U-ViT. It is what is wanted."""
+    model = network()
+    model, mean, optimizer = accelerator.prepare(model, copy.deepcopy(model), adam(model.parameters()))
+    for step in range(STEPS):
+        one_step(accelerator, model, optimizer, step)
+        with torch.no_grad():
+            for ours, parameter in zip(mean.parameters(), model.parameters(), strict=True):
+                ours.copy_(ours.detach() * 0.75 + parameter.detach() * 0.25)
+    return mean
+
+
 def sharpness_aware(accelerator):
     """SAM: to the worst weights nearby, their gradient, and back."""
     model, optimizer = start(accelerator)

@@ -328,3 +328,28 @@ def parts_of_shards(rank, world):
 def test_a_part_of_a_sharded_tensor_changes_it_or_is_refused():
     """torch's DTensor copies many parts, and what is written to the copy would be lost."""
     assert run_ranks(2, parts_of_shards) == [[], []]
+
+
+def loads_a_whole_state():
+    """What a rank runs, as k-diffusion does: all save the optimizer's state by one call, and load what it wrote."""
+    accelerator = Accelerator(project_dir=sys.argv[2])
+    model, _ = built()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for step in range(2):
+        accelerator.backward(loss_of(model, torch.randn(4, WIDTH + 5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            accelerator.save(optimizer.state_dict(), f"{sys.argv[2]}.pt")
+            accelerator.wait_for_everyone()
+            before = [state["exp_avg"].clone() for state in optimizer.optimizer.state.values()]
+            optimizer.load_state_dict(torch.load(f"{sys.argv[2]}.pt"))
+            after = [state["exp_avg"] for state in optimizer.optimizer.state.values()]
+            assert all(
+                type(a) is type(b) and torch.equal(local(a), local(b)) for a, b in zip(before, after, strict=True)
+            )
+    accelerator.end_training()
+
+
+def test_a_state_that_was_saved_whole_is_loaded_in_parts(tmp_path):
+    train("fsdp_bf16", tmp_path / "run", script=loads_a_whole_state)

@@ -318,7 +318,7 @@ def rest(model, optimizer, loader, at=(0, 0), skip=True, save=()):
 
 def test_an_epoch_goes_on_with_its_order_and_its_workers_seeds(tmp_path):
     """Persistent workers begin their first epoch alone as others do."""
-    run(tmp_path, WORKERS + """
+    said = run(tmp_path, WORKERS + """
 accelerator = Accelerator(project_dir=folder)
 n = 8 // accelerator.num_processes
 saves = [(0, 2), (1, n), (2, 1)]
@@ -333,6 +333,7 @@ for workers, persistent in [(0, False), (1, True)]:
             assert left == whole[save[0] * n + save[1]:], (workers, persistent, save, skip, left, whole)
     accelerator.free_memory()
 """, config="ddp_fp32")  # fmt: skip
+    assert "begins it anew" not in said
 
 
 DRAWS = {
@@ -369,6 +370,9 @@ whole = rest(*objects, save=[(1, 2)])
 accelerator.load_state(folder / "1-2")
 after = rest(*objects, at=(1, 2))
 assert after == whole[6:], (after, whole)
+print("no note before")
+accelerator.load_state(folder / "1-2")
+rest(*objects, at=(1, 0))
 accelerator.load_state(folder / "1-2")
 for batch in accelerate.skip_first_batches(objects[2], 2):
     accelerator.backward(objects[0](torch.ones(1, 16)).sum())
@@ -377,6 +381,8 @@ for batch in accelerate.skip_first_batches(objects[2], 2):
     )
     said = run(tmp_path, script, code=2)
     assert "whose order Accelerate's function skip_first_batches draws anew: call the method, accelerator.s" in said
+    before, _, after = said.partition("no note before")
+    assert "begins it anew" in after and "begins it anew" not in before
 
 
 NET = """
