@@ -136,7 +136,7 @@ def replace(row: str, value: object, owner: object = None, name: str = "") -> No
 def replace_everywhere(row: str, before: object, value: object) -> None:
     """Sets what is `before` in every module that has it, under any name."""
     for module in list(sys.modules.values()):
-        for name in [name for name, each in list(vars(module).items()) if each is before]:
+        for name in [name for name, each in list(getattr(module, "__dict__", {}).items()) if each is before]:
             replace(row, value, module, name)
 
 

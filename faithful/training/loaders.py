@@ -12,12 +12,12 @@ import errno
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from faithful.errors import OutOfSharedMemory, Refused
@@ -152,7 +152,7 @@ class Watched(DataLoader):
                 first = list(itertools.islice(batches, 1))
                 iterator._sampler_iter = itertools.chain(first, batches)
             random_states.set_host(later)
-        epoch.anew = iterator if again is not None and self is epoch.first else None
+        epoch.anew = iterator if again is not None and self is epoch.first and begins_anew(self) else None
         return iterator
 
     def persistent(self, epoch: Epoch, again: States | None) -> torch.Tensor | None:
@@ -219,15 +219,24 @@ def uneven(loader: DataLoader) -> tuple[int, int] | None:
     return None
 
 
-def sampler_generator(loader: DataLoader | Prepared) -> torch.Generator | None:
-    """The generator of a loader's sampler, or None if it uses torch's global one."""
+def samplers(loader: DataLoader | Prepared) -> Iterator[Any]:
+    """Samplers wrap samplers: Accelerate's shards, skipped batches, torch's batches."""
     seen, sampler = 0, loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while sampler is not None and seen < 8:  # samplers wrap samplers: Accelerate's shards, skipped batches
-        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-            return generator
+    while sampler is not None and seen < 8:
+        yield sampler
         inner = getattr(sampler, "batch_sampler", None)
         sampler, seen = getattr(sampler, "sampler", None) if inner is None else inner, seen + 1
-    return None
+
+
+def sampler_generator(loader: DataLoader | Prepared) -> torch.Generator | None:
+    """The generator of a loader's sampler, or None if it uses torch's global one."""
+    found = (getattr(sampler, "generator", None) for sampler in samplers(loader))
+    return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
+
+
+def begins_anew(loader: DataLoader | Prepared) -> bool:
+    """Whether each pass begins with the first sample: a sampler of the script's own may go on where it was."""
+    return type([None, *samplers(loader)][-1]) in (SequentialSampler, RandomSampler, SeedableRandomSampler)
 
 
 def generators(of_sampler: torch.Generator | None) -> States:

@@ -30,6 +30,14 @@ def is_lomo_available() -> bool | None:
     return accelerate.utils.is_lomo_available()
 
 
+def part_of(value: Any, parameter: DTensor) -> Any:
+    """A whole tensor of the parameter's shape, sharded as the parameter; anything else as it is."""
+    if type(value) is not torch.Tensor or not value.dim() or value.shape != parameter.shape:
+        return value
+    value = value.to(parameter.device_mesh.device_type)
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
 class Optimizer(AcceleratedOptimizer):
     accelerator: Updates | None = None  # set by Accelerator.prepare_optimizer
 
@@ -56,13 +64,15 @@ class Optimizer(AcceleratedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. Of a state that was saved whole a sharded weight takes its part."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if "state" in state_dict and any(isinstance(parameter, DTensor) for parameter in parameters):
+            saved = [each for group in state_dict["param_groups"] for each in group["params"]]
+            states = dict(state_dict["state"])
+            for at, parameter in zip(saved, parameters, strict=False):
+                if isinstance(parameter, DTensor) and at in states:
+                    states[at] = {key: part_of(value, parameter) for key, value in states[at].items()}
+            state_dict = state_dict | {"state": states}
         super().load_state_dict(state_dict)
-        for parameter, state in scaling.inner(self).state.items():
-            if isinstance(parameter, DTensor):
-                where = parameter.device_mesh, parameter.placements
-                for key, value in state.items():
-                    if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
-                        state[key] = distribute_tensor(value, *where, src_data_rank=None)
 
     def step_unless(self, found_inf: torch.Tensor, closure: Callable[[], Any] | None) -> None:
         """A step that changes nothing if `found_inf` is 1, as torch's gradient scaler hands it to fused optimizers."""

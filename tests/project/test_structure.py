@@ -187,7 +187,7 @@ LINES = {
     "faithful/scripts": 250,  # a Trainer's resume under tp; which scripts save on the main process alone
     "faithful/strategies": 3450,  # right words for what libraries of others do; optimizers that step in a backward pass
     "faithful/tensors": 500,  # states of optimizers of others; random states, which samplers draw from, too
-    "faithful/training": 1150,  # averages that are prepared; the same random numbers; which samples loaders give; fp16's scale, of several optimizers
+    "faithful/training": 1200,  # states that were saved whole; averages that are prepared; the same random numbers; which samples loaders give; fp16's scale, of several optimizers
     "amp8": 4950,  # two forward passes of compiled code; a weight that is plain again is refused in one line
     "tools": 6600,
     "shared": 2450,
