@@ -353,9 +353,9 @@ OF_SHARDS = {
     ),
     "got mixed torch.Tensor and DTensor|on inputs with different meshes|remove or reshape sharded dimension": (
         "the script computes with sharded weights and whole tensors together, which FSDP2 does not allow: perhaps in "
-        "its optimizer (a state loaded whole: accelerator.load_state takes one), in a copy or average of the weights "
-        "(give it accelerator.get_state_dict(model)), or where it calls a part or method of the model, as generate() "
-        "or model.forward(x), and not the model itself: use a ddp config, or zero2 if it trains by such calls"
+        "its optimizer, in a copy or average of the weights (EMA; give it accelerator.get_state_dict(model)), or where "
+        "it calls a part or method of the model, as generate() or model.forward(x), and not the model itself: use a "
+        "ddp config, or zero2 if it trains by such calls"
     ),
 }
 
