@@ -135,7 +135,7 @@ class Run:
         if self.made_by != os.getpid():  # of the process that has forked this one
             return code
         self.checkpoints.wait(None if error is None else launcher.GRACE)
-        if error is None:
+        if error is None and not code:
             following.close()
         rank_sync.tell("ended")
         if error is not None:

@@ -34,14 +34,16 @@ TABLE = {  # what is changed: why
     "torch.distributed.distributed_c10d:default_pg_nccl_timeout": "the same for NCCL",
     "clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_ of torch.nn.utils":
         "they clip .grad alone, but MS-AMP's levels and DeepSpeed keep gradients elsewhere; and they fail on DTensors "
-        "beside tensors. Scripts import them under any name, so the functions in their no_grad wrappers are replaced",
+        "beside tensors, and in fp16 would clip what is multiplied by the scale. Scripts import them under any name, "
+        "so the functions in their no_grad wrappers are replaced",
     "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy":
         "under SIZE_BASED_WRAP it takes lists of modules, which FSDP2 refuses, and every module around a unit",
     "DTensor.__setitem__, data, item, methods that change it":
         "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy, and item() would "
         "give the number of a part",
     "save of torch, save_file of safetensors.torch":
-        "models/shards.py: of a sharded tensor they write this process's part, and the others' would be lost",
+        "models/shards.py: of a sharded tensor they write this process's part, and the others' would be lost. In every "
+        "module that has imported them, as scripts do so by name",
     "torch.nn.Parameter.grad, register_post_accumulate_grad_hook, ds_status":
         "deepspeed/seen.py: under ZeRO .grad is empty after a backward pass, and so is a weight of stage 3 that is not "
         "in use; to use them raises an error",

@@ -23,7 +23,7 @@ from faithful.launch import launcher
 current: "Following | None" = None  # of the newest Accelerator, where its script has such calls
 Method = Callable[[], Callable[..., Any] | None]
 MEETS = "following/meets/"
-CLOSES = 10
+CLOSES = 10  # seconds, see `close`
 STEP = "step"  # a kind of places; each prepared loader is another: the main process may read one alone, to show batches
 
 
@@ -124,7 +124,7 @@ def before_forward(model: Module, *_: object) -> None:
 
 def close() -> None:
     """At the end of a script, which may have called no `end_training`: the last place. The main process, which serves
-    the store, waits CLOSES seconds until the others have come there."""
+    the store, waits up to CLOSES seconds until the others have come there."""
     global current
     import torch.distributed as dist
 
