@@ -36,8 +36,6 @@ TABLE = {  # what is changed: why
         "they clip .grad alone, but MS-AMP's levels and DeepSpeed keep gradients elsewhere; and they fail on DTensors "
         "beside tensors, and in fp16 would clip what is multiplied by the scale. Scripts import them under any name, "
         "so the functions in their no_grad wrappers are replaced",
-    "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy":
-        "under SIZE_BASED_WRAP it takes lists of modules, which FSDP2 refuses, and every module around a unit",
     "DTensor.__setitem__, data, item, methods that change it":
         "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy, and item() would "
         "give the number of a part",

@@ -50,7 +50,6 @@ class Plan:
     rehearsal: bool = False
     emulated: bool = False
     wrap_policy: str | None = None  # fsdp, hsdp: says which modules are gathered as a unit
-    min_num_params: int | None = None  # SIZE_BASED_WRAP: the parameters of a unit
     wrap_classes: list[str] = dataclasses.field(default_factory=list)  # TRANSFORMER_BASED_WRAP: of units, if named
     ignored_modules: str | None = None  # fsdp, hsdp: those that are not sharded, as a regular expression
     clip: float | None = None  # zero: the norm to which the config clips gradients
@@ -141,7 +140,6 @@ def made_of(settings: Settings, here: Machine, config: str | None, notes: list[s
         rehearsal=rehearsal,
         emulated=settings.backend is not None and not here.has_fp8,
         wrap_policy=fsdp.wrap_policy if settings.sharded else None,
-        min_num_params=fsdp.min_num_params,
         wrap_classes=fsdp.wrap_classes,
         ignored_modules=fsdp.ignored_modules,
         clip=settings.deepspeed.clip,

@@ -130,9 +130,7 @@ def description(wanted: Settings, rehearsal: bool = False) -> str:
     words = [f"{wanted.strategy} x{wanted.num_processes}"]
     words.append(fp8.in_words(wanted.precision, wanted.backend, wanted.level, wanted.fp8.options))
     fsdp = wanted.fsdp if wanted.sharded else FSDP()
-    if fsdp.wrap_policy == "SIZE_BASED_WRAP":
-        words.append(f"sharded by modules of {fsdp.min_num_params} parameters")
-    elif fsdp.wrap_policy == "NO_WRAP":
+    if fsdp.wrap_policy == "NO_WRAP":
         words.append("sharded as a whole")
     elif fsdp.wrap_classes:
         words.append(f"sharded by {', '.join(fsdp.wrap_classes)}")

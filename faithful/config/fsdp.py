@@ -18,7 +18,7 @@ class FSDP:
     reshard: bool = True  # after the forward pass
     reshard_text: str = "true"  # as the file says it
     wrap_policy: str | None = None  # says which modules are units, gathered as a whole
-    min_num_params: int | None = None  # of a unit, under SIZE_BASED_WRAP
+    by_size: int | None = None  # what SIZE_BASED_WRAP has as the parameters of a unit
     wrap_classes: list[str] = field(default_factory=list)  # of units, that TRANSFORMER_BASED_WRAP names
     ignored_modules: str | None = None  # a regular expression of names: these are not sharded
     offload: bool = False
@@ -52,6 +52,7 @@ def parse(env: Mapping[str, str]) -> FSDP:
     reshard, ram_efficient = text(env, "fsdp_reshard_after_forward"), flag(env, "fsdp_cpu_ram_efficient_loading")
     if version == "1" and sharding == "FULL_SHARD":  # the default, and newer files say the strategy in the other key
         sharding = {"FALSE": "SHARD_GRAD_OP", "TRUE": sharding, "": sharding}.get(reshard.upper(), reshard.upper())
+    policy, least = text(env, "fsdp_auto_wrap_policy", "NO_WRAP").upper(), whole(env, "fsdp_min_num_params", 0)
     without_effect = {
         "fsdp_backward_prefetch": text(env, "fsdp_backward_prefetch", "NO_PREFETCH").upper() != "NO_PREFETCH",
         "fsdp_forward_prefetch": flag(env, "fsdp_forward_prefetch"),
@@ -63,8 +64,8 @@ def parse(env: Mapping[str, str]) -> FSDP:
         sharding=sharding,
         reshard=on(reshard or "true") if version != "1" else sharding in ("FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"),
         reshard_text=reshard or "true",
-        wrap_policy=text(env, "fsdp_auto_wrap_policy", "NO_WRAP").upper(),
-        min_num_params=whole(env, "fsdp_min_num_params", 0),
+        wrap_policy="TRANSFORMER_BASED_WRAP" if policy == "SIZE_BASED_WRAP" else policy,
+        by_size=least if policy == "SIZE_BASED_WRAP" else None,
         wrap_classes=listed(env, "fsdp_transformer_layer_cls_to_wrap"),
         ignored_modules=text(env, "fsdp_ignored_modules") or None,
         offload=flag(env, "fsdp_offload_params"),
@@ -88,7 +89,6 @@ def as_version_2(fsdp: FSDP, env: Mapping[str, str]) -> dict[str, str | None]:
         "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
         "FSDP_BACKWARD_PREFETCH": None,
         "FSDP_IGNORED_MODULES": fsdp.ignored_modules,
-        "FSDP_MIN_NUM_PARAMS": str(fsdp.min_num_params),
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(fsdp.wrap_classes) or None,
     } | names
 
@@ -133,6 +133,8 @@ def notes(fsdp: FSDP, runs_as: str) -> Iterator[str]:
             f"fsdp_sharding_strategy {fsdp.sharding} is a key of FSDP version 1, which version 2 does not "
             "read: fsdp_reshard_after_forward and parallelism_config say it"
         )
+    if fsdp.by_size is not None:
+        yield f"SIZE_BASED_WRAP, units of {fsdp.by_size} parameters: here the model's repeated blocks are the units"
     if fsdp.ignored_modules:
         yield (
             f"fsdp_ignored_modules {fsdp.ignored_modules}: each process keeps the whole of them, and none of them "

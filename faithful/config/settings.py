@@ -36,7 +36,7 @@ def read_env(env: Mapping[str, str]) -> Settings:
             of_deepspeed = of_deepspeed.with_level(of_fp8.level)
         strategy = of_deepspeed.runs_as or ("zero3_sp" if sizes.sp > 1 else f"zero{of_deepspeed.stage}")
         if strategy == "fsdp":
-            of_fsdp = FSDP(2, reshard=of_deepspeed.stage == 3, wrap_policy="TRANSFORMER_BASED_WRAP", min_num_params=0)
+            of_fsdp = FSDP(2, reshard=of_deepspeed.stage == 3, wrap_policy="TRANSFORMER_BASED_WRAP")
             of_fp8 = replace(of_fp8, level="o2" if of_fp8.level == "o3" else of_fp8.level)
     elif of_fsdp.replicates:
         strategy = "ddp"

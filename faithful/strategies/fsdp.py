@@ -4,7 +4,6 @@ import contextlib
 import functools
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -15,12 +14,13 @@ from accelerate.utils import fsdp_utils, gather_object
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from faithful import patches
 from faithful.checkpoint import rows
 from faithful.errors import Refused
 from faithful.models import averages, batch_norm, meta_init, shards
-from faithful.models.blocks import CONTAINERS, block_names, embedding_of, name_blocks
+from faithful.models.blocks import block_names, embedding_of, name_blocks
 from faithful.strategies import gathered, guard
 from faithful.strategies.base import (
     OF_SHARDS,
@@ -193,8 +193,6 @@ class FSDP(Strategy):
 
     def how_sharded(self, model: nn.Module, record: dict[str, Any]) -> str:
         plan = self.plan
-        if plan.wrap_policy == "SIZE_BASED_WRAP":
-            return f", sharded in {record['units']} units by their size"
         names = plan.wrap_classes or ([] if plan.wrap_policy == "NO_WRAP" else block_names(model))
         return f", sharded by {', '.join(names)}" if names else ", sharded as one piece"
 
@@ -287,12 +285,10 @@ def shard(
     if not any(parameter.requires_grad for parameter in model.parameters()):  # `before_prepare` has not seen it
         name_blocks(model)
         plugin.activation_checkpointing = False  # it has no backward pass
-    if plan.wrap_policy == "SIZE_BASED_WRAP":
-        policy_of = functools.partial(by_size, least=cast(int, plan.min_num_params))
-        patches.replace("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", policy_of)
-    elif plan.wrap_policy != "NO_WRAP":
+    if plan.wrap_policy != "NO_WRAP":
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy  # not by size
         plugin.transformer_cls_names_to_wrap = named_layers(plan, model) or block_names(model) or None
-    if plan.wrap_policy != "SIZE_BASED_WRAP" and plugin.transformer_cls_names_to_wrap is None:
+    if plugin.transformer_cls_names_to_wrap is None:
         plugin.auto_wrap_policy = None  # no block is repeated, or none is asked for: shard the model as one unit
         if plugin.activation_checkpointing:
             raise Refused(
@@ -309,7 +305,7 @@ def shard(
     places = taken_out(optimizers, {key: name for name, (key, _) in was.items()})
     scalars = gathered.taken_out(model)
     once = meta_init.loaded_once(model, plugin, session.device) if plan.ram_efficient else contextlib.nullcontext()
-    with once, embedding_in_the_root(model, plan.wrap_policy in ("SIZE_BASED_WRAP", "NO_WRAP")):
+    with once, embedding_in_the_root(model, plan.wrap_policy == "NO_WRAP"):
         model, _ = accelerates.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):  # else a block would be computed again with other dropout masks
@@ -393,28 +389,6 @@ def named_layers(plan: "Plan", model: nn.Module) -> list[str]:
             f"{blocks}: name these, or leave the key out"
         )
     return plan.wrap_classes
-
-
-def by_size(plugin: "FullyShardedDataParallelPlugin", model: nn.Module, least: int) -> Callable[[nn.Module], bool]:
-    """Accelerate's policy for SIZE_BASED_WRAP, by FSDP version 1's rule: a module is a unit if it has `least`
-    parameters that are in no unit inside it. Lists of modules are none, because nothing calls them."""
-    held = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    units = set()
-
-    def look(module: nn.Module) -> int:
-        sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
-        if sum(sizes.values()) < least:
-            return 0
-        inside = 0 if isinstance(module, torch.nn.MultiheadAttention) else sum(map(look, module.children()))
-        here = Counter(id(parameter) for part in module.modules() for parameter in part._parameters.values())
-        tied = any(held[key] > here[key] for key in sizes)  # with a module outside, which needs the weight too
-        if sum(sizes.values()) - inside < least or isinstance(module, CONTAINERS) or tied:
-            return inside
-        units.add(module)
-        return sum(sizes.values())
-
-    look(model)
-    return lambda module: getattr(module, "_checkpoint_wrapped_module", module) in units
 
 
 @contextlib.contextmanager
