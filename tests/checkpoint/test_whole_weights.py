@@ -143,7 +143,8 @@ def test_the_main_process_alone_cannot_save_what_it_has_a_part_of(tmp_path):
 
     alone = """
 model, optimizer, tokens = trained(llama())
-if accelerator.is_main_process:
+main = accelerator.is_main_process
+if main:  # which does not show that a save is to be followed
     accelerator.unwrap_model(model).save_pretrained(f"{folder}/saved")
 step(model, optimizer, tokens)
 """
