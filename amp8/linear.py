@@ -136,11 +136,11 @@ class FP8Linear(nn.Linear):
         first. A port is a leaf with the weight's shape and one element of memory. There are several, not one with
         `grad_dtype = None`, because compiled code would cast to the dtype of that one.
         """
-        device, on_gpu = self.weight.device, torch.cuda.is_available() and kernels.fits(self.weight.device)
-        if on_gpu:
-            kernels.register()  # before torch.compile traces a call of them
-        known = on_gpu or device.type == "cpu"
-        self.address = torch.tensor([self.amax_history.data_ptr()], device=device) if known else None
+        self.address, device = None, self.weight.device
+        on_gpu = torch.cuda.is_available() and kernels.fits(device)
+        if on_gpu or device.type == "cpu":
+            kernels.register() if on_gpu else scaling.register()  # before torch.compile traces a call of them
+            self.address = torch.tensor([self.amax_history.data_ptr()], device=device)
         self.ports = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with torch.no_grad():

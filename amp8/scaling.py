@@ -338,7 +338,6 @@ def record_(history: torch.Tensor, value: torch.Tensor, slot: int | tuple[int, .
     row.copy_(torch.maximum(row, value.nan_to_num(nan=math.inf, posinf=math.inf)))
 
 
-@torch.library.custom_op("amp8::record", mutates_args=())
 def record(amax: torch.Tensor, address: torch.Tensor, slot: int) -> torch.Tensor:
     """`record_` in code that is compiled for a CPU, by the address of the history (int64 [1]). Returns the amax. For a
     history that it changes the compiler would allow no second forward pass before a backward pass."""
@@ -347,9 +346,11 @@ def record(amax: torch.Tensor, address: torch.Tensor, slot: int) -> torch.Tensor
     return amax.clone()
 
 
-@record.register_fake
-def _(amax: torch.Tensor, address: torch.Tensor, slot: int) -> torch.Tensor:
-    return torch.empty_like(amax)
+@functools.cache
+def register() -> None:
+    """Makes an operator of `record`, which compiled code calls."""
+    operator = torch.library.custom_op("amp8::record", record, mutates_args=())
+    operator.register_fake(lambda amax, address, slot: torch.empty_like(amax))
 
 
 def window_scale(

@@ -361,7 +361,8 @@ class Accelerator(accelerate.Accelerator):
         self.between_steps = False
         self.backward_passes += 1
         self.norms.clear()
-        scaling.forget(self.scaler, self._optimizers)
+        if self.scaler is not None:
+            scaling.forget(self.scaler, [each for each in self._optimizers if not scaling.has_gradients(each)])
         # Under DeepSpeed the Trainer divides the loss itself, and tells the engine so by `scale_wrt_gas`.
         self.steps.backward(loss, self.gradient_accumulation_steps > 1 and kwargs.get("scale_wrt_gas", True))
         with self.strategy.in_backward([] if self.steps.tried else [model.model for model in self.models]):
@@ -399,6 +400,8 @@ class Accelerator(accelerate.Accelerator):
 
     def are_scaled(self, parameters: list[torch.Tensor]) -> bool:
         """Whether gradients of these parameters are multiplied by fp16's scale, which torch's clipping cannot know."""
+        if self.scaler is None:
+            return False
         return bool(scaling.undivided(self.scaler, scaling.of_parameters(self._optimizers, parameters)))
 
     @contextlib.contextmanager

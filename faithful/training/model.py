@@ -150,11 +150,12 @@ def notes(models: list[PreparedModel], schedulers: list[AcceleratedScheduler]) -
             yield f"{len(names)} trainable tensors are in no optimizer: {', '.join(names[:3])}, ..."
         elif prepared.layers and not prepared.evidence and trained:
             line = f"{type(unwrapped(prepared.model)).__name__} was prepared, but no prepared optimizer updates it"
-            in_codes = any(hasattr(p, "amp8_linear") for p in nn.Module.parameters(prepared.model))
-            lost = (
-                ". Its weights are codes of MS-AMP, in which small changes are lost: if it is an average of weights, "
-            )
-            yield line + (lost + "prepare it in one call with the optimizer" if in_codes else "")
+            if any(hasattr(parameter, "amp8_linear") for parameter in nn.Module.parameters(prepared.model)):
+                line += (
+                    ". Its weights are codes of MS-AMP, in which small changes are lost: prepare an average of weights "
+                    "in one call with the optimizer"
+                )
+            yield line
     processes = PartialState().num_processes
     own = [each for each in schedulers if type(each) is AcceleratedScheduler]  # not those that DeepSpeed steps once
     if processes > 1 and any(each.step_with_optimizer and not each.split_batches for each in own):

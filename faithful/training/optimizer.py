@@ -10,6 +10,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from faithful.strategies.base import torch_optimizer
 from faithful.training import scaling
 from faithful.training.steps import Steps
 
@@ -48,7 +49,7 @@ class Optimizer(AcceleratedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if self.accelerator is None or not self.gradient_state.sync_gradients:
             return super().step(closure)
-        optimizer = scaling.inner(self)
+        optimizer = torch_optimizer(self)
         can_step = scaling.can_step(self.scaler, optimizer, closure)
         found_inf = self.accelerator.before_update(self)
         with scaling.alone(self.scaler, optimizer):
@@ -87,6 +88,8 @@ class Optimizer(AcceleratedOptimizer):
         that are given up, as those of a loss that is not finite, leave no loss to judge the next step by."""
         if self.accelerator is not None and self.gradient_state.sync_gradients and self.accelerator.is_leading(self):
             self.accelerator.steps.losses.clear()
+        if self.gradient_state.sync_gradients:
+            scaling.forget(self.scaler, [self])
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             super().zero_grad(set_to_none)
         elif self.gradient_state.sync_gradients:

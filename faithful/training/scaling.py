@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.amp.grad_scaler import OptState
 
 from faithful.errors import Refused
 from faithful.strategies import guard
+from faithful.strategies.base import parameter_ids, torch_optimizer
 
 
 def can_step(scaler: Any, optimizer: torch.optim.Optimizer, closure: object) -> bool:
@@ -35,16 +35,16 @@ def divide(scaler: Any, optimizers: Iterable[Any]) -> None:
 
 
 def undivided(scaler: Any, optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """torch's optimizers inside of these whose gradients are still multiplied by the scale."""
+    """torch's optimizers inside these whose gradients are still multiplied by the scale."""
     if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None:
         return []
-    return [each for each in map(inner, optimizers) if has_gradients(each) and stage(scaler, each) is OptState.READY]
+    return [each for each in map(torch_optimizer, optimizers) if has_gradients(each) and ready(scaler, each)]
 
 
 def of_parameters(optimizers: Iterable[Any], parameters: Iterable[torch.Tensor]) -> list[Any]:
     """Those of the optimizers that update one of these parameters."""
-    ids = {id(parameter) for parameter in parameters}
-    return [each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])]
+    ids = set(map(id, parameters))
+    return [each for each in optimizers if not ids.isdisjoint(parameter_ids(each))]
 
 
 @contextlib.contextmanager
@@ -60,23 +60,17 @@ def alone(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def forget(scaler: Any, optimizers: Iterable[Any]) -> None:
-    """Before a backward pass: forgets that gradients were divided which the script has given up since."""
+    """Forgets that the gradients of these optimizers were divided, which the script has given up since."""
     if isinstance(scaler, torch.amp.GradScaler):
-        for each in map(inner, optimizers):
-            if id(each) in scaler._per_optimizer_states and not has_gradients(each):
-                del scaler._per_optimizer_states[id(each)]
-
-
-def inner(optimizer: Any) -> torch.optim.Optimizer:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
+        for each in map(torch_optimizer, optimizers):
+            scaler._per_optimizer_states.pop(id(each), None)
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def stage(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> OptState:
+def ready(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the scaler has not divided the optimizer's gradients yet."""
     state = scaler._per_optimizer_states.get(id(optimizer))
-    return state["stage"] if state else OptState.READY
+    return state is None or state["stage"] is OptState.READY

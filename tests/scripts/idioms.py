@@ -62,10 +62,10 @@ def steps(accelerator, model, optimizer, loss=loss_of, before=None, between=None
     return model
 
 
-def accumulated(accelerator, model, optimizer):
-    """STEPS steps of two backward passes each."""
+def accumulated(accelerator, model, optimizer, parts=2):
+    """STEPS steps of two backward passes each. parts: by which the script divides the loss."""
     for step in range(2 * STEPS):
-        accelerator.backward(loss_of(accelerator, model, step) / 2)
+        accelerator.backward(loss_of(accelerator, model, step) / parts)
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -76,12 +76,7 @@ def accumulation_said_later(accelerator):
     """The number of micro-batches, by which Accelerate divides the loss, is known after `prepare`."""
     model, optimizer = start(accelerator)
     accelerator.gradient_accumulation_steps = 2
-    for step in range(2 * STEPS):
-        accelerator.backward(loss_of(accelerator, model, step))
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model
+    return accumulated(accelerator, model, optimizer, parts=1)
 
 
 def clipped_by_torch(accelerator):
@@ -106,18 +101,18 @@ def two_optimizers_clipped(accelerator):
 
 
 def two_models_clipped(accelerator):
-    """Each has its backward pass before the first steps, and one of them steps half as often."""
+    """Each has its backward pass before the first steps, and one of them gives up most of its gradients."""
     one, other = network(0), network(1)
     one, other, first, second = accelerator.prepare(one, other, adam(one.parameters()), adam(other.parameters()))
     for step in range(STEPS):
         first.zero_grad()
-        other.zero_grad()
+        second.zero_grad(set_to_none=False) if step % 2 else other.zero_grad()
         accelerator.backward(loss_of(accelerator, one, step))
         accelerator.backward(loss_of(accelerator, other, step))
         nn.utils.clip_grad_norm_(one.parameters(), 0.05)
-        nn.utils.clip_grad_norm_(other.parameters(), 0.05)
+        nn.utils.clip_grad_norm_(other.parameters(), 100.0)  # which none of them has
         first.step()
-        if step % 2:
+        if step == 3:
             second.step()
     return nn.ModuleList([accelerator.unwrap_model(one), accelerator.unwrap_model(other)])
 
