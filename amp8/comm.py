@@ -199,6 +199,7 @@ class Comm:
         bucket.launched = True
         for gradient in bucket.gradients:
             gradient.settle()
+        bucket.gradients[0].state.rounding.finish()
         device = bucket.gradients[0].linear.weight.device
         if device.type != "cuda" or not self.overlap:
             return self.reduce(bucket, device)

@@ -17,7 +17,7 @@ from .choice import Skip, check, check_optimizer, choose, is_conv1d
 from .coded import CodesRead
 from .comm import BUCKET, Comm, largest, partition
 from .compiled import compiled_on_cuda
-from .gradients import WeightGradient
+from .gradients import Rounding, WeightGradient
 from .linear import FP8Conv1D, FP8Linear, InputCast
 from .optimizer import Adam
 from .recipes import TEDelayed, recipe_of
@@ -214,6 +214,7 @@ class State:
         self.arrived: list[WeightGradient] = []  # under fully_shard: the gradients that this backward pass has brought
         self.task: int | None = None  # the last backward pass through the wrapper
         self.told = False  # whether the loop says which backward pass is the last before a step
+        self.rounding = Rounding()
         self.gradient_bytes = 0  # at the last step
         self.gradient_dtypes: set[torch.dtype] = set()  # likewise
 
@@ -277,6 +278,7 @@ class State:
             gradient.settle()
             if gradient.sharding is not None:
                 gradient.expose_grad()
+        self.rounding.finish()
 
     def pass_begins(self, _: torch.Tensor) -> None:
         """Hook of what DistributedDataParallel returned: exchanges gradients when this backward pass has ended. Queued
@@ -329,18 +331,14 @@ class State:
     def update_scales(self) -> None:
         """Updates the delayed scales of all layers at once."""
         layers = list(self.layers.values())
-        # [layers, length, 2]: each layer's part lies in one piece, else torch would copy them one by one at the end
-        history = torch.stack([layer.amax_history for layer in layers])
-        scale = torch.stack([layer.scale for layer in layers])
-        updates = torch.stack([layer.updates for layer in layers])
+        states = torch.stack([layer.scaling_state for layer in layers])
         dtypes = scaling.E4M3, self.recipe.gradient_format
         if isinstance(self.recipe, TEDelayed):
+            scale, _, history = scaling.parts(states)
             self.update_delayed(history, scale, dtypes, self.recipe.options)
         else:
-            history, scale, updates = updated(history, scale, updates, dtypes)
-        kept = *(layer.amax_history for layer in layers), *(layer.scale for layer in layers)
-        torch._foreach_copy_(list(kept), [*history.unbind(), *scale.unbind()])
-        torch._foreach_copy_([layer.updates for layer in layers], list(updates.unbind()))
+            states = updated(states, dtypes)
+        torch._foreach_copy_([layer.scaling_state for layer in layers], list(states.unbind()))
 
     def update_delayed(
         self, history: torch.Tensor, scale: torch.Tensor, dtypes: Sequence[torch.dtype], options: dict[str, Any]
@@ -360,10 +358,11 @@ class State:
 
 
 @compiled_on_cuda
-def updated(
-    history: torch.Tensor, scale: torch.Tensor, updates: torch.Tensor, dtypes: Sequence[torch.dtype]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return scaling.updated_window(history, scale, updates, dtypes)
+def updated(states: torch.Tensor, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    scale, updates, history = scaling.parts(states)
+    history, scale, updates = scaling.updated_window(history, scale, updates, dtypes)
+    rows = scale.unsqueeze(-2), updates.unsqueeze(-2), history
+    return torch.cat([each.view(torch.int32) for each in rows], -2).view(torch.float32)
 
 
 def state_of(model: nn.Module) -> State:

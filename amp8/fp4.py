@@ -102,20 +102,11 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        port: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        a: torch.Tensor,
-        a_scale: torch.Tensor,
-        x8_turned: torch.Tensor | None,
-        x_scale: torch.Tensor,
-        delayed: linear.Delayed,
-        settings: tuple[bool, bool, int, torch.dtype, bool, bool, torch.dtype],
-        operands: linear.Operands,
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, port: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor,
+        weight_scale: torch.Tensor, a: torch.Tensor, a_scale: torch.Tensor, x8_turned: torch.Tensor | None,
+        x_scale: torch.Tensor, delayed: linear.Delayed,
+        settings: tuple[bool, bool, int, torch.dtype, bool, bool, torch.dtype], operands: linear.Operands,
+    ) -> torch.Tensor:  # fmt: skip
         _, clamped, _, _, transposed, exact, dtype = settings
         w4, w_scale, *_ = of_weight(weight, weight_scale, transposed)
         ctx.delayed, ctx.settings, ctx.operands = delayed, settings, operands

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .fsdp import Sharding
     from .linear import FP8Linear
 
+WAITING = 1 << 25  # elements of gradients that are not rounded yet: 64 MiB in 16 bit
 CHUNK = 1 << 18  # elements that are fp32 at one time where a whole tensor need not be
 
 
@@ -45,10 +46,38 @@ AVERAGED = {Phase.MEAN, Phase.CHANGED, Phase.RUNNING, Phase.ELSEWHERE}
 
 def quantize_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds a gradient with in-time scaling: (e4m3 codes, scale)."""
-    if kernels.fits(gradient.device) and gradient.numel():  # a shard may have no row
-        return kernels.quantize_gradient(gradient)
-    scale = scaling.gradient_scale(scaling.amax(gradient))
-    return scaling.quantize(gradient, scale, scaling.E4M3), scale
+    rounding = Rounding()
+    made = rounding.begin(gradient)
+    rounding.finish()
+    return made
+
+
+class Rounding:
+    """Rounds the gradients of a model. On a GPU several at once, as for narrow layers the host would need longer for
+    the launches than the GPU for their work: codes and scale are written later, by `finish`."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where `quantize_gradient` of it will be."""
+        if not kernels.fits(gradient.device) or not gradient.numel():  # a shard may have no row
+            scale = scaling.gradient_scale(scaling.amax(gradient))
+            return scaling.quantize(gradient, scale, scaling.E4M3), scale
+        if self.waiting and self.waiting[0][0].dtype != gradient.dtype:
+            self.finish()
+        codes = torch.empty(gradient.shape, dtype=scaling.E4M3, device=gradient.device)
+        scale = torch.empty((), device=gradient.device)
+        self.waiting.append((gradient.contiguous(), codes, scale))
+        if sum(gradient.numel() for gradient, *_ in self.waiting) >= WAITING:
+            self.finish()
+        return codes, scale
+
+    def finish(self) -> None:
+        """Called before anybody uses codes or scales."""
+        if self.waiting:
+            waiting, self.waiting = self.waiting, []
+            kernels.round_gradients(*zip(*waiting, strict=True))
 
 
 def squares(codes: list[torch.Tensor]) -> torch.Tensor:
@@ -133,6 +162,7 @@ class WeightGradient:
         held = self.fp32 if self.copy is None else self.copy
         if held is not None or self.codes is None:
             return held
+        self.state.rounding.finish()
         return scaling.dequantize(self.codes, self.scale)
 
     def fp32_bytes(self) -> int:
@@ -142,7 +172,7 @@ class WeightGradient:
 
     def store(self, value: torch.Tensor) -> None:
         """Rounds this rank's gradient: it is ready to be sent or used."""
-        codes, scale = quantize_gradient(value)
+        codes, scale = self.state.rounding.begin(value)
         unrounded = None
         if self.piece is not None:
             unrounded = value.reshape(-1)[self.piece].to(torch.float32, copy=True)
@@ -153,7 +183,8 @@ class WeightGradient:
         those of the gradient before it is added, those of the accumulated gradient afterwards."""
         new: torch.Tensor = port.grad  # pyrefly: ignore[bad-assignment]
         port.grad = None
-        self.linear.replaced = None  # training goes on with the weight as it is
+        if self.linear.replaced is not None:
+            self.linear.replaced = None  # training goes on with the weight as it is
         before, after = hooks_of(self.linear.weight)
         if self.sharding is not None:  # FSDP2 calls the others for the shard
             before = tuple((self.linear.parameter._backward_hooks or {}).values())
@@ -210,7 +241,7 @@ class WeightGradient:
             comm.ready(self)
 
     def settle(self) -> None:
-        """Prepares the gradient to be sent or used: rounds what is in fp32."""
+        """Prepares the gradient to be sent or used, when `rounding` has finished: rounds what is in fp32."""
         if self.copy is not None and self.phase is not Phase.CONSUMED:
             self.round_copy(self.copy)
         self.refresh()
@@ -267,6 +298,7 @@ class WeightGradient:
         elif self.fp32 is not None:
             value = self.fp32
         else:
+            self.state.rounding.finish()
             value = scaling.dequantize(self.codes, self.scale)  # pyrefly: ignore[bad-argument-type]
             self.copy = value if shared else None
         return value
@@ -318,6 +350,7 @@ class WeightGradient:
 
     def zero(self) -> None:
         """`weight.grad.zero_()`, without a copy in fp32."""
+        self.state.rounding.finish()
         held = (self.fp32, self.codes, self.unrounded) if self.accumulated is None else self.accumulated[:1]
         for tensor in (self.copy, *held):
             if tensor is not None:

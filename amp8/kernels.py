@@ -8,7 +8,7 @@ these: its amax, the codes, their transpose (which torch copies at a tenth of an
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -59,10 +59,10 @@ def register() -> None:
     """Makes operators of what compiled code calls. torch's compiler calls their kernels directly."""
 
     def cast_delayed(
-        x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor, updates: torch.Tensor, history: torch.Tensor,
-        slot: int, window: int, recording: bool, transposed: bool,
+        x: torch.Tensor, dtype: torch.dtype, state: torch.Tensor, slot: int, window: int, recording: bool,
+        transposed: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        return _cast_delayed(write, x, dtype, scale, updates, history, slot, window, recording, transposed)
+        return _cast_delayed(write, x, dtype, state, slot, window, recording, transposed)
 
     def cast_weight(
         weight: torch.Tensor, scale: torch.Tensor, transposed: bool, bias: torch.Tensor | None, dtype: torch.dtype,
@@ -75,40 +75,24 @@ def register() -> None:
 
 
 def cast_delayed(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor,
-    updates: torch.Tensor,
-    history: torch.Tensor,
-    slot: int,
-    window: int,
-    recording: bool,
-    transposed: bool,
+    x: torch.Tensor, dtype: torch.dtype, state: torch.Tensor, slot: int, window: int, recording: bool, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(codes [M, N], the same transposed [N, M] or None, their scale, its reciprocal) of x [M, N]: what `linear.cast`
     says.
 
-    scale, updates [slots], history [length, slots]: of the layer; compiled code gets the history's address (int64 [1]).
-    The amax of in-time scaling is read first, where `updates` on the device says that the scale is still in-time;
-    later one pass reads x, casts it and finds its amax.
+    state: of the layer's delayed scaling (see scaling.py); compiled code gets its address (int64 [1]). The amax of
+    in-time scaling is read first, where the number of updates on the device says that the scale is still in-time; later
+    one pass reads x, casts it and finds its amax.
     """
     cast = torch.ops.amp8.cast_delayed if torch.compiler.is_compiling() else functools.partial(_cast_delayed, launch)
-    codes, turned, own, reciprocal = cast(x, dtype, scale, updates, history, slot, window, recording, transposed)
+    codes, turned, own, reciprocal = cast(x, dtype, state, slot, window, recording, transposed)
     return codes, turned if transposed else None, own.view(()), reciprocal.view(())
 
 
 def _cast_delayed(
-    run: Callable[..., None],
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    scale: torch.Tensor,
-    updates: torch.Tensor,
-    history: torch.Tensor,
-    slot: int,
-    window: int,
-    recording: bool,
-    transposed: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    run: Callable[..., None], x: torch.Tensor, dtype: torch.dtype, state: torch.Tensor, slot: int, window: int,
+    recording: bool, transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     x = x.contiguous()
     rows, columns = x.shape
     codes = torch.empty(rows, columns, dtype=dtype, device=x.device)
@@ -116,32 +100,37 @@ def _cast_delayed(
     found = torch.empty(PROGRAMS, device=x.device)
     own, reciprocal = torch.empty(1, device=x.device), torch.empty(1, device=x.device)
     programs = PROGRAMS if window else 1  # one, which says that there is no scale yet
+    address = state.dtype == torch.int64
     run(
-        "amax", (programs,), x, found, own, reciprocal, updates, slot, window, rows * columns,
-        BLOCK=BLOCK, num_warps=8,
+        "amax", (programs,), x, found, own, reciprocal, state, slot, window, rows * columns,
+        ADDRESS=address, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     info, (carry, exponent) = torch.finfo(dtype), scaling.carry_and_exponent(dtype)
     run(
         "cast", (blocks(rows, TILE), blocks(columns, TILE)),
-        x, codes, turned if transposed else codes, found, own, reciprocal, scale, updates, history, slot, window, rows,
-        columns, TOP=info.max, SMALLEST=info.smallest_normal, EPS=info.eps, CARRY=carry, EXPONENT=exponent,
-        RECORDING=recording, TRANSPOSED=transposed, ADDRESS=history.dtype == torch.int64, TILE=TILE, PROGRAMS=PROGRAMS,
+        x, codes, turned if transposed else codes, found, own, reciprocal, state, slot, window, rows, columns,
+        TOP=info.max, SMALLEST=info.smallest_normal, EPS=info.eps, CARRY=carry, EXPONENT=exponent,
+        RECORDING=recording, TRANSPOSED=transposed, ADDRESS=address, TILE=TILE, PROGRAMS=PROGRAMS,
     )  # fmt: skip
     return codes, turned, own, reciprocal
 
 
-def quantize_gradient(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """gradients.quantize_gradient"""
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=scaling.E4M3, device=x.device)
-    found, scale = torch.empty(PROGRAMS, device=x.device), torch.empty((), device=x.device)
+def round_gradients(
+    values: Sequence[torch.Tensor], codes: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]
+) -> None:
+    """Writes gradients.quantize_gradient of each of `values`, which have one dtype, into `codes` and `scales`. All are
+    contiguous. Two launches for them together, as the host would need longer for each than a GPU for narrow layers."""
+    each = zip(values, codes, scales, strict=True)
+    rows = [[x.data_ptr(), code.data_ptr(), scale.data_ptr(), x.numel()] for x, code, scale in each]
+    aligned = all(n % 16 == 0 for row in rows for n in row)
+    table = without_waiting(torch.tensor(rows), values[0].device)
+    programs = PROGRAMS if len(rows) == 1 else PROGRAMS // 4
+    found = torch.empty(len(rows), programs, device=values[0].device)
+    how = {"X": gpu().NAMED[values[0].dtype], "ALIGNED": aligned, "BLOCK": BLOCK, "num_warps": 8}
+    launch("amaxes", found.shape, table, found, **how)
     carry, exponent = scaling.carry_and_exponent(scaling.E4M3)
-    launch("amax", (PROGRAMS,), x, found, None, None, None, 0, 0, x.numel(), BLOCK=BLOCK, num_warps=8)
-    launch(
-        "gradient", (blocks(x.numel(), BLOCK),), x, codes, found, scale, x.numel(),
-        CARRY=carry, EXPONENT=exponent, OF_ZEROS=scaling.OF_ZEROS, BLOCK=BLOCK, PROGRAMS=PROGRAMS, num_warps=8,
-    )  # fmt: skip
-    return codes, scale
+    of_scale = {"CARRY": carry, "EXPONENT": exponent, "OF_ZEROS": scaling.OF_ZEROS}
+    launch("gradients", found.shape, table, found, **how, **of_scale, PROGRAMS=programs)
 
 
 def cast_weight(

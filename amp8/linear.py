@@ -44,12 +44,12 @@ class InputCast(NamedTuple):
     casts: int | tuple[float, ...] | None  # `casts` of the layer that made it, before this cast
     new_casts: int | tuple[float, ...] | None  # and after it
     how: tuple[bool, ...]  # recording, transposed
-    history: torch.Tensor  # of that layer
+    state: torch.Tensor  # of that layer
     made: tuple[torch.Tensor | None, ...]
 
 
 CAST_NUMBERS = itertools.count(1)
-Delayed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Delayed = tuple[torch.Tensor | None, torch.Tensor | None]
 Operands = set[tuple[scaling.Number, scaling.Number]]
 
 
@@ -62,7 +62,7 @@ class FP8Linear(nn.Linear):
 
     transposed = False  # the weight is [out, in]
     sharding: "Sharding | None" = None  # under fully_shard: where the weight's rows are
-    SCALING = ("weight_scale", "weight_amax", "amax_history", "scale", "updates")
+    SCALING = ("weight_scale", "weight_amax", "scaling_state")
     FP8_ATTRS = ("name", "plain_class", "recipe", "exact", "high_precision", "gradient", "operands",
             "keeps_master", "master", "master_scale", "replaced", "ports", "held", "trained", "own",
             "plain_dtype", "cast", "casts", "address")  # fmt: skip
@@ -76,7 +76,8 @@ class FP8Linear(nn.Linear):
     own: CodedWeight
     ports: dict[torch.dtype, torch.Tensor]
     cast: torch.dtype | None  # to which somebody has cast the layer
-    # Of the history, for compiled code: a tensor that it changes, in backward too, it would copy there and back.
+    scaling_state: torch.Tensor  # of the delayed scaling of both slots, see scaling.py
+    # Of that, for compiled code: a tensor that it changes, in backward too, it would copy there and back.
     address: torch.Tensor | None
     replaced: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor] | None  # see replace
 
@@ -94,9 +95,8 @@ class FP8Linear(nn.Linear):
         self.master = self.master_scale = None  # pyrefly: ignore[bad-assignment]
         # Not buffers: a model has exactly the buffers of the unconverted one, for whoever pairs them with another's.
         self.weight_scale, self.weight_amax = torch.ones((), device=device), torch.zeros((), device=device)
-        history = state.recipe.history
-        self.amax_history, self.scale = torch.zeros(history, 2, device=device), torch.ones(2, device=device)
-        self.updates = torch.zeros(2, dtype=torch.int32, device=device)
+        self.scaling_state = torch.zeros(scaling.HISTORY + state.recipe.history, 2, device=device)
+        self.scale.fill_(1)
         self.plain_dtype, self.cast = self.weight.dtype, None
         # Stands for all inputs that the layer has cast: equal for layers that have cast the same. None: compiled code
         # casts, which does not count.
@@ -140,7 +140,7 @@ class FP8Linear(nn.Linear):
         on_gpu = torch.cuda.is_available() and kernels.fits(device)
         if on_gpu or device.type == "cpu":
             kernels.register() if on_gpu else scaling.register()  # before torch.compile traces a call of them
-            self.address = torch.tensor([self.amax_history.data_ptr()], device=device)
+            self.address = torch.tensor([self.scaling_state.data_ptr()], device=device)
         self.ports = {}
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with torch.no_grad():
@@ -293,24 +293,29 @@ class FP8Linear(nn.Linear):
             if (input._version, self.casts, how) == (last.version, last.casts, last.how):
                 if recording:
                     self.casts = last.new_casts
-                    self.amax_history[0, INPUT].copy_(last.history[0, INPUT])
+                    self.scaling_state[scaling.HISTORY, INPUT].copy_(last.state[scaling.HISTORY, INPUT])
                 return last.made
         made, before = self.recipe.cast(rows, self.delayed, *how), self.casts
         if recording and before is not None:
             self.casts = next(CAST_NUMBERS)
         if not input.is_inference():  # which has no version
             reference = weakref.ref(input, state.forget_cast)
-            state.last_cast = InputCast(reference, input._version, before, self.casts, how, self.amax_history, made)
+            state.last_cast = InputCast(reference, input._version, before, self.casts, how, self.scaling_state, made)
         return made
 
     def saved_casts(self) -> tuple[float, ...]:
         """What `casts` is after the scaling state was loaded: layers with equal ones have equal scales."""
-        return tuple(torch.cat([t.reshape(-1, 2)[:, INPUT].float() for t in self.delayed[:3]]).tolist())
+        return tuple(self.scaling_state[:, INPUT].tolist())
 
     @property
     def delayed(self) -> Delayed:
-        """The state of the layer's delayed scaling: see scaling.py."""
-        return self.amax_history, self.scale, self.updates, self.address
+        """What `cast` takes of the layer: compiled code on a GPU finds the state by its address alone."""
+        by_address = torch.compiler.is_compiling() and self.address is not None and self.scaling_state.is_cuda
+        return None if by_address else self.scaling_state, self.address
+
+    scale, updates, amax_history = (
+        property(lambda self, at=at: scaling.parts(self.scaling_state)[at]) for at in range(3)
+    )
 
     def replaced_weight(self) -> torch.Tensor | None:
         """The weight that somebody has put in place of the converted one, or None."""
@@ -397,14 +402,16 @@ def cast(
     transposed: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(operand of products in `dtype` [M, N], the same transposed [N, M], their scale, its reciprocal) of x [M, N]. A
-    GPU gets each in rows of its own, because its products read rows of both operands. delayed: history [length, slots],
-    in which the amax is recorded if `recording`, scale and updates [slots], the history's address. transposed: whether
-    to make that too, else None."""
-    history, scales, updates, address = delayed
+    GPU gets each in rows of its own, because its products read rows of both operands. delayed: the state of the layer's
+    delayed scaling, in which the amax is recorded if `recording`, and its address: see FP8Linear.delayed. transposed:
+    whether to make that too, else None."""
+    state, address = delayed
     if kernels.fits(x.device) and x.numel():  # an expert may get no row
-        history = address if torch.compiler.is_compiling() else history
-        # pyrefly: ignore[bad-argument-type]
-        return kernels.cast_delayed(x, dtype, scales, updates, history, slot, window, recording, transposed)
+        found = address if state is None else state
+        return kernels.cast_delayed(x, dtype, found, slot, window, recording, transposed)  # pyrefly: ignore[bad-argument-type]
+    if state is None:  # of no rows, which any scale fits
+        state = torch.ones(scaling.HISTORY + 1, 2, device=x.device)
+    scales, updates, history = scaling.parts(state)
     amax = scaling.amax(x)
     if recording and address is not None and torch.compiler.is_compiling():
         amax = torch.ops.amp8.record(amax, address, slot)  # used below, or the compiler would drop the call
@@ -484,20 +491,11 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        port: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        weight: torch.Tensor,
-        weight_scale: torch.Tensor,
-        x8: torch.Tensor,
-        x8_turned: torch.Tensor | None,
-        x_scale: torch.Tensor,
-        x_factor: torch.Tensor,
-        delayed: Delayed,
-        settings: tuple[int, torch.dtype, bool, bool, torch.dtype],
+        ctx: Any, x: torch.Tensor, port: torch.Tensor | None, bias: torch.Tensor | None, weight: torch.Tensor,
+        weight_scale: torch.Tensor, x8: torch.Tensor, x8_turned: torch.Tensor | None, x_scale: torch.Tensor,
+        x_factor: torch.Tensor, delayed: Delayed, settings: tuple[int, torch.dtype, bool, bool, torch.dtype],
         operands: Operands,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         _, _, transposed, exact, dtype = settings
         ctx.delayed, ctx.settings, ctx.operands = delayed, settings, operands
         ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype

@@ -160,26 +160,13 @@ class Adam(torch.optim.Optimizer):
     def step_plain(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Runs torch's own Adam, with moments in the parameter's dtype."""
         states = [self.moments(parameter, group) for parameter in parameters]
-        adam(
-            [local(parameter).detach() for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters],  # pyrefly: ignore[bad-argument-type]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=group.get("foreach"),
-            fused=group.get("fused"),
-            has_complex=any(parameter.is_complex() for parameter in parameters),
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-            found_inf=self.found_inf,
-        )
+        weights = [local(parameter).detach() for parameter in parameters]
+        gradients: list[Any] = [local(parameter.grad) for parameter in parameters]  # pyrefly: ignore[bad-argument-type]
+        m, v, steps = ([state[key] for state in states] for key in (*MOMENTS, "step"))
+        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "maximize", "decoupled_weight_decay")}
+        options |= {key: group.get(key) for key in ("foreach", "fused")} | {"amsgrad": False}
+        options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True)) | {"found_inf": self.found_inf}
+        adam(weights, gradients, m, v, [], steps, has_complex=any(map(torch.is_complex, weights)), **options)
 
     def step_others(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Updates parameters outside converted layers: plain weight and gradient, quantised moments."""
@@ -248,8 +235,7 @@ class Adam(torch.optim.Optimizer):
         begins. parameter_numbers: which parameters of the optimizer they are. Returns the weights' new scales, those of
         their FP8 copies, and the weights' new largest magnitudes. Where `found_inf` is 1 these and the moments' are the
         old ones."""
-        for state in states:
-            state["step"] += 1
+        torch._foreach_add_([state["step"] for state in states], 1)
         keys, of_moments = ("exp_avg_scale", "exp_avg_sq_scale", "amax"), None
         kept = [[state[key] for state in states] for key in keys] if "amax" in states[0] else []
         if kept:

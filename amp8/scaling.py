@@ -9,7 +9,7 @@ Where a scale comes from:
 - current (in-time) scaling: from the amax of the tensor itself;
 - delayed scaling: from a history of past amaxes, so that the cast does not wait for a reduction. The state is plain
   tensors: `history` [length, *slots] whose row 0 collects the step's amaxes, `scale` [*slots]. A slot is one tensor
-  with a scale of its own: any number of them, of any shape, are updated at once.
+  with a scale of its own: any number of them, of any shape, are updated at once. A layer has them in one (`parts`).
 
 Formats: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433). Power-of-two scales with a window:
 FP8-LM (arXiv:2310.18313). Scales that are not powers of two: TransformerEngine's DelayedScaling.
@@ -38,6 +38,7 @@ class Format(NamedTuple):
 E2M1 = Format(6.0, 1.0, 0.5)  # FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6; no infinity, no NaN
 Number = torch.dtype | Format
 PIECE = 1 << 18  # elements: their fp32 copies stay in a core's cache
+HISTORY = 2  # the row of a layer's state in which its history begins
 FEW = 1 << 13  # elements: fewer are read faster by torch's own cast
 OF_ZEROS = 2.0**60  # the scale of a gradient of zeros: it says that they are small, and leaves room for clipping
 FP32_MAX = torch.finfo(torch.float32).max
@@ -339,9 +340,9 @@ def record_(history: torch.Tensor, value: torch.Tensor, slot: int | tuple[int, .
 
 
 def record(amax: torch.Tensor, address: torch.Tensor, slot: int) -> torch.Tensor:
-    """`record_` in code that is compiled for a CPU, by the address of the history (int64 [1]). Returns the amax. For a
+    """`record_` in code that is compiled for a CPU, by the address of the state (int64 [1]). Returns the amax. For a
     history that it changes the compiler would allow no second forward pass before a backward pass."""
-    row, value = ctypes.c_float.from_address(int(address) + 4 * slot), float(amax)
+    row, value = ctypes.c_float.from_address(int(address) + 4 * (2 * HISTORY + slot)), float(amax)
     row.value = max(row.value, math.inf if math.isnan(value) else value)
     return amax.clone()
 
@@ -359,6 +360,12 @@ def window_scale(
     """FP8-LM's scale for a tensor about to be cast: in-time, from its own amax `value`, during the first `window`
     updates (an empty history knows nothing), then the delayed `scale`. `updates`: integer tensor shaped as `scale`."""
     return torch.where(updates < window, power_of_two_scale(value, dtype, previous=scale), scale)
+
+
+def parts(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(scale, updates, history) in a state of two slots [..., HISTORY + window, 2], fp32: views. The updates, a number,
+    are int32 in the place of fp32."""
+    return state[..., 0, :], state[..., 1, :].view(torch.int32), state[..., HISTORY:, :]
 
 
 def updated_window(

@@ -13,6 +13,7 @@ from .linear import FP8Linear
 from .optimizer import Adam
 from .tensors import cut, linear_of, local, own_rows
 
+SCALING = "weight_scale", "weight_amax", "amax_history", "scale", "updates"  # of a converted layer
 Value = TypeVar("Value")
 Tensors = Mapping[str, torch.Tensor]
 
@@ -149,7 +150,7 @@ def raw_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     for name, buffer in named(root.named_buffers()):
         tensors[f"all/model/{name}"] = buffer
     for name, module in converted.items():
-        for entry in module.SCALING:
+        for entry in SCALING:
             shared = entry in ("weight_scale", "weight_amax")
             tensors[f"{'all' if shared else 'rank'}/model/{name}.{entry}".replace("/.", "/")] = getattr(module, entry)
     for name, module in converted.items():

@@ -52,9 +52,27 @@ def _places(rows, columns, TILE: tl.constexpr):
 
 
 @triton.jit
+def _in_time(state, slot, window):
+    """Whether the scale is in-time yet. state: see scaling.parts, of two slots."""
+    return tl.load(state + 2 + slot).to(tl.int32, bitcast=True) < window
+
+
+@triton.jit
 def _raise(at, value):
     """Writes a positive number where programs write it, or NaN, which is larger, in any order."""
     tl.atomic_max(at.to(tl.pointer_type(tl.int32), bitcast=True), value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _most(x, n, program, programs, BLOCK: tl.constexpr):
+    """The bits of the amax of what is one program's of n elements."""
+    most = tl.zeros([BLOCK], tl.int32)
+    first = program.to(tl.int64) * BLOCK
+    while first < n:
+        at = first + tl.arange(0, BLOCK)
+        most = tl.maximum(most, _bits(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
+        first += programs * BLOCK
+    return tl.max(most, 0)
 
 
 @triton.jit
@@ -64,33 +82,29 @@ def _amax_of(found, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def amax(x, found, scale, reciprocal, updates, slot, window, n, BLOCK: tl.constexpr):
+def amax(x, found, scale, reciprocal, state, slot, window, n, ADDRESS: tl.constexpr, BLOCK: tl.constexpr):
     """Writes each program's part of the amax of x, if it is needed, and that there is no scale yet."""
-    in_time = True
-    if updates is not None:
-        if tl.program_id(0) == 0:
-            tl.store(scale, 0.0)
-            tl.store(reciprocal, 0.0)
-        in_time = tl.load(updates + slot) < window
-    if in_time:
-        most = tl.zeros([BLOCK], tl.int32)
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        while first < n:
-            at = first + tl.arange(0, BLOCK)
-            most = tl.maximum(most, _bits(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
-            first += tl.num_programs(0) * BLOCK
-        tl.store(found + tl.program_id(0), tl.max(most, 0).to(tl.float32, bitcast=True))
+    if ADDRESS:
+        state = tl.load(state).to(tl.pointer_type(tl.float32))
+    if tl.program_id(0) == 0:
+        tl.store(scale, 0.0)
+        tl.store(reciprocal, 0.0)
+    if _in_time(state, slot, window):
+        most = _most(x, n, tl.program_id(0), tl.num_programs(0), BLOCK)
+        tl.store(found + tl.program_id(0), most.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def cast(
-    x, codes, turned, found, own, reciprocal, scales, updates, history, slot, window, rows, columns,
+    x, codes, turned, found, own, reciprocal, state, slot, window, rows, columns,
     TOP: tl.constexpr, SMALLEST: tl.constexpr, EPS: tl.constexpr, CARRY: tl.constexpr, EXPONENT: tl.constexpr,
     RECORDING: tl.constexpr, TRANSPOSED: tl.constexpr, ADDRESS: tl.constexpr, TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    scale = tl.load(scales + slot)
-    if tl.load(updates + slot) < window:  # in-time
+    if ADDRESS:  # not in a function, of whose result torch's compiler would think that it is the tensor
+        state = tl.load(state).to(tl.pointer_type(tl.float32))
+    scale = tl.load(state + slot)
+    if _in_time(state, slot, window):
         amax = _amax_of(found, PROGRAMS)
         if (amax > 0) & (amax < 0x7F800000):
             scale = _power_of_two(amax, CARRY, EXPONENT)
@@ -106,34 +120,13 @@ def cast(
         _raise(own, scale)
         _raise(reciprocal, tl.div_rn(1.0, scale))
     if RECORDING:  # scaling.record_
-        if ADDRESS:
-            history = tl.load(history).to(tl.pointer_type(tl.float32))
-        _raise(history + slot, tl.minimum(most, 0x7F800000))
+        _raise(state + 4 + slot, tl.minimum(most, 0x7F800000))
     # Of 16 bits, which hold every code: Triton 3.6 transposes a tile of 8 bits wrongly if it was loaded as fp32.
     code = _rounded(value * scale, value, TOP, SMALLEST, EPS, False).to(tl.bfloat16)
     tl.store(codes + at, code.to(codes.dtype.element_ty), mask=inside)
     if TRANSPOSED:
         code = tl.trans(code).to(tl.float32).to(turned.dtype.element_ty)
         tl.store(turned + turned_at, code, mask=(column < columns)[:, None] & (row < rows)[None, :])
-
-
-@triton.jit
-def gradient(
-    x, codes, found, scale_at, n,
-    CARRY: tl.constexpr, EXPONENT: tl.constexpr, OF_ZEROS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    amax = _amax_of(found, PROGRAMS)
-    scale = _power_of_two(amax, CARRY, EXPONENT)
-    if amax == 0:
-        scale = OF_ZEROS
-    if amax >= 0x7F800000:
-        scale = float("nan")
-    if tl.program_id(0) == 0:
-        tl.store(scale_at, scale)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
-    code = _rounded(value * scale, value, 448.0, 2.0**-6, 2.0**-3, False)
-    tl.store(codes + at, code.to(codes.dtype.element_ty), mask=at < n)
 
 
 @triton.jit
@@ -194,6 +187,39 @@ def _pointer(table, column: tl.constexpr, offset, DTYPE: tl.constexpr, ALIGNED: 
     if ALIGNED:
         at = tl.multiple_of(at, 16)
     return at
+
+
+@triton.jit
+def amaxes(table, found, X: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a gradient, one of the table's, the amax of what is one program's."""
+    table += 4 * tl.program_id(0)
+    x, programs = _pointer(table, 0, 0, X, ALIGNED), tl.num_programs(1)
+    most = _most(x, tl.load(table + 3), tl.program_id(1), programs, BLOCK)
+    tl.store(found + tl.program_id(0) * programs + tl.program_id(1), most.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def gradients(
+    table, found, X: tl.constexpr, CARRY: tl.constexpr, EXPONENT: tl.constexpr, OF_ZEROS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    amax = _amax_of(found + tl.program_id(0) * PROGRAMS, PROGRAMS)
+    scale = _power_of_two(amax, CARRY, EXPONENT)
+    if amax == 0:
+        scale = OF_ZEROS
+    if amax >= 0x7F800000:
+        scale = float("nan")
+    table += 4 * tl.program_id(0)
+    if tl.program_id(1) == 0:
+        tl.store(_pointer(table, 2, 0, tl.float32, False), scale)
+    x, codes = _pointer(table, 0, 0, X, ALIGNED), _pointer(table, 1, 0, tl.float8e4nv, ALIGNED)
+    n, first = tl.load(table + 3), tl.program_id(1).to(tl.int64) * BLOCK
+    while first < n:
+        at = first + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)
+        code = _rounded(value * scale, value, 448.0, 2.0**-6, 2.0**-3, False)
+        tl.store(codes + at, code.to(tl.float8e4nv), mask=at < n)
+        first += PROGRAMS * BLOCK
 
 
 @triton.jit

@@ -124,16 +124,11 @@ def generated(level, rows=8192, width=4096, after=lambda x: x):
         port = torch.empty((), dtype=torch.bfloat16).expand(width, width).detach().requires_grad_()
         bias = torch.empty(width, requires_grad=True)
         codes = torch.empty(width, width, dtype=scaling.E4M3 if level == "O3" else torch.float16)
-        delayed = (
-            torch.empty(16, 2),
-            torch.empty(2),
-            torch.empty(2, dtype=torch.int32),
-            torch.empty(1, dtype=torch.int64),
-        )
+        address = torch.empty(1, dtype=torch.int64)
         scale = torch.empty(())
 
-    def layer(x, port, bias, codes, scale, *delayed):
-        x = after(x)
+    def layer(x, port, bias, codes, scale, address):
+        x, delayed = after(x), (None, address)
         with torch.no_grad():
             x8 = linear.cast(x.detach(), delayed, linear.INPUT, scaling.E4M3, 16)
         settings = 16, scaling.E5M2, False, False, torch.bfloat16
@@ -150,7 +145,7 @@ def generated(level, rows=8192, width=4096, after=lambda x: x):
         passes = {"fw_compiler": compiler("forward"), "bw_compiler": compiler("backward")}
         function = aot_function(layer, **passes, partition_fn=min_cut_rematerialization_partition,
                             decompositions=select_decomp_table(), keep_inference_input_mutations=True)  # fmt: skip
-        y = function(x, port, bias, codes, scale, *delayed)
+        y = function(x, port, bias, codes, scale, address)
         y.backward(torch.empty_like(y))
     return found
 
@@ -200,10 +195,10 @@ def updating(layers=225, window=16):
     with mode, torch.device("cuda"):
         each = lambda *more: torch.empty(layers, *more)  # noqa: E731
         step = each(10), None, (each(), each(), each()), (each(), each()), (each(), each(), each(2)), torch.empty(())
-        delayed = each(window, 2), each(2), torch.empty(layers, 2, dtype=torch.int32)
+        states = each(scaling.HISTORY + window, 2)
     numbers = lambda *inputs: optimizer.numbers_of.__wrapped__(*inputs, False, False)  # noqa: E731
     scales = lambda *inputs: convert.updated.__wrapped__(*inputs, (scaling.E4M3, scaling.E5M2))  # noqa: E731
-    return {"numbers of Adam": kernels(numbers, *step), "delayed scales": kernels(scales, *delayed)}
+    return {"numbers of Adam": kernels(numbers, *step), "delayed scales": kernels(scales, states)}
 
 
 def seen():

@@ -872,7 +872,8 @@ def replace_kernels():
     sys.path.append(str(ROOT))
     from amp8 import kernels, linear, optimizer, scaling
 
-    def cast_delayed(x, dtype, scale, updates, history, slot, window, recording, transposed):
+    def cast_delayed(x, dtype, state, slot, window, recording, transposed):
+        scale, updates, history = scaling.parts(state)
         amax = scaling.amax(x)
         scale = linear.cast_scale(amax, scale[slot], updates[slot], dtype, window)
         if recording:
@@ -891,9 +892,10 @@ def replace_kernels():
             tensor.view(bits).copy_(torch.where(found_inf.reshape(()) != 0, old.view(bits), tensor.view(bits)))
         return torch.stack(found)
 
-    def quantize_gradient(x):
-        scale = scaling.gradient_scale(scaling.amax(x))
-        return scaling.quantize(x, scale, scaling.E4M3), scale
+    def round_gradients(values, codes, scales):
+        for x, code, scale in zip(values, codes, scales, strict=True):
+            scale.copy_(scaling.gradient_scale(scaling.amax(x)))
+            code.copy_(scaling.quantize(x, scale, scaling.E4M3))
 
     def cast_weight(weight, scale, transposed, bias=None, dtype=torch.bfloat16, after=None):
         factor = 1.0 if weight.dtype == scaling.E4M3 else kernels.FP16_TO_E4M3
@@ -904,7 +906,7 @@ def replace_kernels():
     def squares(codes):
         return torch.stack([tensor.float().square().sum() for tensor in codes])
 
-    for function in (cast_delayed, adam, quantize_gradient, cast_weight, squares):
+    for function in (cast_delayed, adam, round_gradients, cast_weight, squares):
         real_kernels[function.__name__] = getattr(kernels, function.__name__)
         setattr(kernels, function.__name__, compile(function))
 

@@ -35,20 +35,23 @@ def test_the_cast_is_the_written_one(dtype, given, rows, columns, updates):
         for slot, recording in ((0, True), (1, True), (1, False)):
             results = []
             for run in (kernels.cast_delayed, written):
-                history = torch.zeros(16, 2)
+                state = torch.zeros(scaling.HISTORY + 16, 2)
+                scale, of_state, history = scaling.parts(state)
                 history[0] = torch.tensor([0.5, 900.0])
-                state = torch.tensor([4.0, 64.0]), torch.full((2,), updates, dtype=torch.int32), history
-                results.append((*run(x, dtype, *state, slot, 16, recording, True), history))
+                scale.copy_(torch.tensor([4.0, 64.0]))
+                of_state.fill_(updates)
+                results.append((*run(x, dtype, state, slot, 16, recording, True), history))
             (codes, turned, scale, factor, history), (written_codes, _, written_scale, written_history) = results
             assert same(scale, written_scale) and same(factor, written_scale.reciprocal())
             assert same(history, written_history) and same(turned, codes.t())
             if scale.isfinite():
                 assert same(codes, written_codes)
-    assert kernels.cast_delayed(x, dtype, *state, 0, 16, False, False)[1] is None
+    assert kernels.cast_delayed(x, dtype, state, 0, 16, False, False)[1] is None
 
 
-def written(x, dtype, scale, updates, history, slot, window, recording, transposed):
+def written(x, dtype, state, slot, window, recording, transposed):
     """linear.cast, as on a device whose products are in FP8."""
+    scale, updates, history = scaling.parts(state)
     amax = scaling.amax(x)
     scale = linear.cast_scale(amax, scale[slot], updates[slot], dtype, window)
     if recording:
@@ -73,15 +76,17 @@ def test_copies_of_weights_are_the_written_ones():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shapes", [[(100, 48)], [(16, 16), (4, kernels.BLOCK + 48), (7, 3), (100, 48)]])
 @pytest.mark.parametrize("factor", [1.0, 0.0, 1e-30, 1e30, torch.inf, torch.nan])
-def test_a_gradient_is_rounded_as_written(dtype, factor):
-    gradient = torch.randn(100, 48).to(dtype) * factor
-    (codes, scale), (written_codes, written_scale) = (
-        run(gradient) for run in (kernels.quantize_gradient, gradients.quantize_gradient)
-    )
-    assert same(scale, written_scale)
-    if scale.isfinite():
-        assert same(codes, written_codes)
+def test_gradients_are_rounded_as_written(dtype, shapes, factor):
+    values = [torch.randn(shape).to(dtype) * (factor if at == 0 else 10.0**-at) for at, shape in enumerate(shapes)]
+    codes, scales = [torch.empty(x.shape, dtype=E4M3) for x in values], [torch.empty(()) for _ in values]
+    kernels.round_gradients(values, codes, scales)
+    for value, code, scale in zip(values, codes, scales, strict=True):
+        written_codes, written_scale = gradients.quantize_gradient(value)
+        assert same(scale, written_scale)
+        if scale.isfinite():
+            assert same(code, written_codes)
 
 
 def test_squares_are_summed_for_each_tensor():

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import amp8
 from amp8 import scaling
 from amp8.comm import Bucket, Comm, nodes_of, rounded_sum_
-from amp8.gradients import WeightGradient, quantize_gradient
+from amp8.gradients import Rounding, WeightGradient, quantize_gradient
 
 
 def build():
@@ -130,7 +130,9 @@ def test_two_ranks_differ_from_one_by_no_more_than_the_rounding_explains():
 
 
 class Layer:
-    """Has the attribute of a layer that Comm uses."""
+    """Has the attributes of a layer that Comm uses."""
+
+    replaced = None
 
     def __init__(self, shape):
         self.weight = nn.Parameter(torch.zeros(shape))
@@ -138,7 +140,7 @@ class Layer:
 
 def means(rank, world, gradients, bucket, sharded):
     class State:
-        pass
+        rounding = Rounding()
 
     layers = [Layer(g.shape[1:]) for g in gradients]
     stored = [WeightGradient(layer, i % world, State) for i, layer in enumerate(layers)]

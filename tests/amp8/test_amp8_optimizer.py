@@ -545,11 +545,12 @@ def test_what_an_update_computes_for_all_layers_is_the_same_compiled():
         for of_some in (of_weights, (None, (None, uniform(n)))):  # converted weights; ordinary parameters
             given = of_step, None, *of_some, of_moments, torch.tensor(masked), False, False
             assert torch.equal(numbers(*given), module.numbers_of(*given))
-        history = uniform(n, 16, 2)
-        history[0, 0, 1] = math.inf
-        delayed = history, scales(n, 2), torch.randint(30, (n, 2), generator=draw), (scaling.E4M3, scaling.E5M2)
-        for one, other in zip(updated(*delayed), convert.updated(*delayed), strict=True):
-            assert torch.equal(one, other)
+        states = torch.cat([scales(n, 1, 2), uniform(n, 1 + 16, 2)], 1)
+        scaling.parts(states)[1].copy_(torch.randint(30, (n, 2), generator=draw))
+        states[0, scaling.HISTORY, 1] = math.inf
+        delayed = states, (scaling.E4M3, scaling.E5M2)
+        assert torch.equal(*(f(*delayed).view(torch.int32) for f in (updated, convert.updated)))
+        assert scaling.parts(convert.updated(*delayed))[1].max() == scaling.parts(states)[1].max() + 1
         squares, scale = 1e6 * uniform(n), scales(n)
         torch.testing.assert_close(descaled(squares, scale), gradients.descaled(squares, scale))
         torch.testing.assert_close(clipping(squares, 3.0 * n), gradients.clipping(squares, 3.0 * n))

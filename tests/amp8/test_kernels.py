@@ -4,10 +4,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from amp8_helpers import linears, seeded, start
+from torch import nn
 
+import amp8
 from amp8 import gradients, kernels, linear, scaling
 
 
@@ -37,7 +41,68 @@ def test_amp8_does_not_import_triton():
 def test_a_tensor_without_rows_is_no_kernels(monkeypatch):
     """A launch of no programs would leave its scale 0, of which the reciprocal is infinite."""
     monkeypatch.setattr(kernels, "fits", lambda device: True)
-    delayed = torch.zeros(16, 2), torch.full((2,), 4.0), torch.zeros(2, dtype=torch.int32), None
-    codes, turned, scale, _ = linear.cast(torch.zeros(0, 32), delayed, 0, scaling.E4M3, 16)
+    state = torch.zeros(scaling.HISTORY + 16, 2)
+    state[0] = 4
+    codes, turned, scale, _ = linear.cast(torch.zeros(0, 32), (state, None), 0, scaling.E4M3, 16)
     assert codes.shape == (0, 32) and turned.shape == (32, 0) and scale == 4
     assert gradients.quantize_gradient(torch.zeros(0, 32))[1] == scaling.OF_ZEROS
+
+
+def shared_layer(net, x):
+    return net(net(x))
+
+
+def looked_at(net):
+    net[0].weight.grad.norm()
+
+
+def halved(net):
+    net[1].weight.grad.mul_(0.5)
+
+
+def set_to_zero(net):
+    net[2].weight.grad.zero_()
+
+
+def dropped(net):
+    net[1].weight.grad = None
+
+
+@pytest.mark.parametrize("passes, max_norm", [(1, 0.1), (2, None)])
+@pytest.mark.parametrize("forward", [nn.Module.__call__, shared_layer])
+@pytest.mark.parametrize("use", [lambda net: None, looked_at, halved, set_to_zero, dropped])
+def test_a_gradient_that_waits_to_be_rounded_is_there_when_it_is_used(use, forward, passes, max_norm, monkeypatch):
+    """As on a GPU, where gradients are rounded several at once."""
+    rounded = []
+
+    def round_gradients(values, codes, scales):
+        rounded.append(len(values))
+        for value, code, scale in zip(values, codes, scales, strict=True):
+            made = scaling.gradient_scale(scaling.amax(value))
+            code.copy_(scaling.quantize(value, made, scaling.E4M3))
+            scale.copy_(made)
+
+    def trained():
+        net, optimizer = start(linears(32, 32, 32, 32))
+        for step in range(3):
+            for micro in range(passes):
+                forward(net, seeded(16, 32, seed=10 * step + micro)).square().mean().backward()
+            use(net)
+            if max_norm:
+                amp8.clip_grad_norm_(net.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        return net.state_dict()
+
+    expected = trained()
+    here = SimpleNamespace(fits=lambda device: True, round_gradients=round_gradients, squares=squares)
+    monkeypatch.setattr(gradients, "kernels", here)
+    found = trained()
+    assert all(map(torch.equal, found.values(), expected.values())) and max(rounded) == 3
+    monkeypatch.setattr(gradients, "WAITING", 2 * 32 * 32)
+    rounded.clear()
+    assert all(map(torch.equal, trained().values(), expected.values())) and max(rounded) == 2
+
+
+def squares(codes):
+    return torch.stack([scaling.decode(tensor.reshape(-1)).square().sum() for tensor in codes])
