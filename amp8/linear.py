@@ -263,7 +263,10 @@ class FP8Linear(nn.Linear):
             port = self.port_for(dtype)
         if self.sharding is not None:
             if codes is None or codes.dtype != scaling.E4M3:
-                raise CodesRead(f"{self.name} has a plain weight: don't cast the model or assign a weight now")
+                raise CodesRead(
+                    f"{self.name} has not gathered its weight: call the layer in the model's forward pass, not its "
+                    "forward() past FSDP2's hooks, and don't cast the model or assign a weight now"
+                )
             weight_scale = weight_scale * FP16_TO_E4M3
         rows = input.reshape(-1, input.shape[-1])
         with torch.no_grad():

@@ -373,6 +373,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: clipping.Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clips, and returns the norm over all processes before. `before_update` checks that it is finite."""
         parameters, elsewhere = clipping.as_list(parameters), self.norms.elsewhere
+        self.refuse_between_passes(True)
         if self.scaler is not None:
             self.unscale_gradients(scaling.of_parameters(self._optimizers, parameters))
         self.norms.refuse_by_other(norm_type)
@@ -386,10 +387,11 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         self.norms.refuse_by_value()
+        self.refuse_between_passes(True)
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
         if self.scaler is not None:
             self.unscale_gradients(scaling.of_parameters(self._optimizers, parameters))
-        if parameters:  # none before the last micro-batch under FSDP2, and torch's function raises an error then
+        if parameters:  # of none torch's function raises an error
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -397,6 +399,10 @@ class Accelerator(accelerate.Accelerator):
         given = self._optimizers if optimizer is None else optimizer
         if self.norms.elsewhere is None:
             scaling.divide(self.scaler, given if isinstance(given, list | tuple) else [given])
+
+    def refuse_between_passes(self, clips: bool = False) -> None:
+        """Raises Refused where gradients that are not averaged yet are clipped, or else given up, without effect."""
+        self.strategy.refuse_between_passes([model.model for model in self.models], clips)
 
     def are_scaled(self, parameters: list[torch.Tensor]) -> bool:
         """Whether gradients of these parameters are multiplied by fp16's scale, which torch's clipping cannot know."""
@@ -649,8 +655,12 @@ class Accelerator(accelerate.Accelerator):
         self.steps.pause()
 
     def end_training(self) -> None:
-        """Closes the record, while the processes can still communicate."""
+        """Closes the record, while the processes can still communicate. Where others follow the main process, they do
+        so until the script's end: it may save only then."""
         following.meet()
         self.run.finish()
-        super().end_training()
-        patches.release(id(self))
+        if following.current is None:
+            super().end_training()
+            patches.release(id(self))
+        for tracker in self.trackers if following.current else ():
+            tracker.finish()

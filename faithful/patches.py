@@ -39,6 +39,8 @@ TABLE = {  # what is changed: why
     "DTensor.__setitem__, data, item, methods that change it":
         "models/shards.py: writes to rows of a sharded tensor, and to its data, would go into a copy, and item() would "
         "give the number of a part",
+    "torch.distributed.fsdp.FSDPModule.zero_grad":
+        "between the micro-batches of a step FSDP2 has gradients that .grad does not show: it would not give them up",
     "save of torch, save_file of safetensors.torch":
         "models/shards.py: of a sharded tensor they write this process's part, and the others' would be lost. In every "
         "module that has imported them, as scripts do so by name",
@@ -134,10 +136,12 @@ def replace(row: str, value: object, owner: object = None, name: str = "") -> No
 
 
 def replace_everywhere(row: str, before: object, value: object) -> None:
-    """Sets what is `before` in every module that has it, under any name."""
+    """Sets what is `before` in every module that has it, under any name, for good: a model outlives its training."""
+    if row not in TABLE:
+        raise KeyError(row)
     for module in list(sys.modules.values()):
         for name in [name for name, each in list(getattr(module, "__dict__", {}).items()) if each is before]:
-            replace(row, value, module, name)
+            setattr(module, name, value)
 
 
 def undo_with(row: str, function: Callable[[], object]) -> None:

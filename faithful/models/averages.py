@@ -29,11 +29,12 @@ METHODS = {  # (module, class): those of its methods that compute with the model
     ("diffusers.training_utils", "EMAModel"): ["step", "store", "copy_to", "restore"],
     ("ema_pytorch.ema_pytorch", "EMA"): ["update", "update_model_with_ema"],
 }
+OTHERS = {("trl.trainer.callbacks", "BEMACallback"): ["on_train_begin"]}  # which torch's shards refuse themselves
 
 
 def of_shards() -> None:
     """Makes the averages of the imported packages work with sharded weights. Called whenever a model is prepared."""
-    replace(on_all_processes)
+    replace(on_all_processes, METHODS)
 
 
 def refuse(weights: str) -> None:
@@ -45,11 +46,11 @@ def refuse(weights: str) -> None:
 
         return call
 
-    replace(instead)
+    replace(instead, METHODS | OTHERS)
 
 
-def replace(by: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> None:
-    for (module, name), methods in METHODS.items():
+def replace(by: Callable[[Callable[..., Any], str], Callable[..., Any]], of: dict[tuple[str, str], list[str]]) -> None:
+    for (module, name), methods in of.items():
         kind = getattr(sys.modules.get(module), name, None)
         for method in methods if kind else ():
             if not hasattr(getattr(kind, method), "replaced"):

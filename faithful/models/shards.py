@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from faithful import patches
 from faithful.errors import Refused
-from faithful.launch import following, rank_sync
+from faithful.launch import following, launcher, rank_sync
 from faithful.models.averages import like
 from faithful.tensors.names import by_mesh, tensors_of
 
@@ -48,9 +48,9 @@ def take_writes() -> None:
     for name, value in (ours | {name: changing(name) for name in names}).items():
         setattr(DTensor, name, value)
         patches.undo_with(ROW, lambda name=name: delattr(DTensor, name))
-    for module, name in ((torch, "save"), (safetensors.torch, "save_file")):
-        save = getattr(module, name)
-        patches.replace_everywhere(SAVES, save, functools.partial(saved_by_all, save))
+    for save in (torch.save, safetensors.torch.save_file):
+        if getattr(save, "func", None) is not saved_by_all:
+            patches.replace_everywhere(SAVES, save, functools.partial(saved_by_all, save))
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers[NUMBER] = number_of_all
     patches.undo_with(ROW, lambda: handlers.pop(NUMBER, None))
@@ -60,6 +60,8 @@ def saved_by_all(save: Callable[..., Any], obj: object, f: Any, *args: Any, **kw
     """A function that saves, which writes this process's part of a DTensor: fine where each process has a file of its
     own. Where the others follow the main process, it writes whole tensors."""
     shards = [tensor for tensor in tensors_of(obj) if isinstance(tensor, DTensor)]
+    if shards and not launcher.is_distributed() and shards[0].device_mesh.size() > 1:
+        raise Refused(f"{WRITES} after end_training(), when no process has the others' parts any more: {WHOLE}, before")
     if shards:
         need_all_for(WRITES, following.gathering(WRITES, shards))
         path = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)  # of an open file

@@ -193,7 +193,7 @@ class Checkpoints:
             with readable(folder):
                 saved_by, micro = state.load(folder, self.record.note)
         if self.project.automatic_checkpoint_naming:
-            self.project.iteration = (checkpoints.number(folder) or 0) + 1
+            self.project.iteration = max(self.project.iteration, (checkpoints.number(folder) or 0) + 1)
         self.newest = state.steps.taken, folder.resolve()
         self.record.own.loads((checkpoints.identity(folder) or {}).get("run"))
         process.print(

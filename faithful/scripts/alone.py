@@ -9,7 +9,7 @@ from pathlib import Path
 
 OURS = Path(__file__).parents[1]
 UNWRAPS = re.compile(r"\bunwrap_model\(").search
-MAIN = re.compile(r"[\w.()]*(\.is_(local_)?main_process|\.(local_)?process_index == 0)").fullmatch
+MAIN = re.compile(r"([\w.()]*\.)?(is_(local_)?main_process|(local_)?process_index == 0)").fullmatch
 
 
 def saves() -> bool:
@@ -62,7 +62,10 @@ def main_alone(node: ast.If | ast.FunctionDef) -> bool:
 
 
 def of_main_alone(test: ast.expr) -> bool:
-    """Whether a condition holds on the main process alone, of a run or of a machine."""
+    """Whether a condition holds on the main process alone, of a run or of a machine, if not on all under ZeRO."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+        others = [each for each in test.values if not of_main_alone(each)]
+        return len(others) < len(test.values) and all("distributed_type" in ast.unparse(each) for each in others)
     if isinstance(test, ast.BoolOp):
-        return isinstance(test.op, ast.And) and any(map(of_main_alone, test.values))
+        return any(map(of_main_alone, test.values))
     return MAIN(ast.unparse(test)) is not None

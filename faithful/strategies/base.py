@@ -189,6 +189,10 @@ class Strategy:
         """Called before each update, before the norm of the gradients is computed. Takes what the script has written
         into the parameters and `.grad`, where the optimizer updates other tensors."""
 
+    def refuse_between_passes(self, models: list[nn.Module], clips: bool) -> None:
+        """Raises Refused where the script clips gradients, or else gives them up, that are not averaged yet, and the
+        engine has them where this changes nothing."""
+
     def refuse_metrics(self) -> None:
         """Raises Refused if what a script computes now is no batch that counts once, as gather_for_metrics counts."""
 
@@ -343,6 +347,10 @@ def needs_whole_model(error: str) -> Refused | None:
 
 # torch's errors where DTensors and whole tensors meet in one operation, or where it would have to put shards together
 OF_SHARDS = {
+    r"Operator c10d\.\S+ does not have a sharding strategy": (
+        "the script exchanges a sharded tensor over the processes (accelerator.reduce or gather), which torch's shards "
+        "do not allow: gradients are averaged already, and x.full_tensor() is the whole of one in all processes"
+    ),
     "unbind along the sharded dimension|not supported with DTensor|no valid sharding strategy": (
         "the script uses a sharded tensor in a way that torch's shards do not have ({first}): read it by an index, as "
         "weight[i], or use a ddp config"

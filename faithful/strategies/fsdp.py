@@ -143,6 +143,7 @@ class FSDP(Strategy):
         """
         averages.of_shards()
         shards.take_writes()
+        gathered.take_zero_grad()
         prepared, rest = list(args), []
         optimizers = [argument for argument in args if isinstance(argument, torch.optim.Optimizer)]
         for at, argument in enumerate(args):
@@ -166,6 +167,9 @@ class FSDP(Strategy):
             for at, other in zip(rest, others, strict=True):
                 prepared[at] = other
         return tuple(prepared)
+
+    def refuse_between_passes(self, models: list[nn.Module], clips: bool) -> None:
+        guard.refuse_between_passes(not any(map(gathered.waiting, models)), "FSDP2")
 
     def copies(self) -> int:
         return shards.copies

@@ -20,8 +20,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+from faithful import patches
 from faithful.errors import Refused
+from faithful.strategies import guard
 
+ROW = "torch.distributed.fsdp.FSDPModule.zero_grad"
 Places = list[tuple[nn.Module, str, nn.Parameter]]  # (module, name in it, parameter)
 
 
@@ -44,6 +47,28 @@ def watch(model: nn.Module, scalars: Places) -> None:
         # one for the whole model
         # pyrefly: ignore[missing-attribute]
         state._state_ctx.scalars = list({id(p): p for _, _, p in scalars}.values())
+
+
+def waiting(model: nn.Module) -> bool:
+    """Whether gradients of a backward pass wait for those of the next one, whole, before FSDP2 averages them."""
+    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    each = [p for state in states for group in parameter_groups(state) for p in group.fsdp_params]
+    held = [getattr(getattr(p, "_unsharded_param", None), "grad", None) for p in each]
+    held += [getattr(p, "unsharded_accumulated_grad", None) for p in each]  # torch before 2.15
+    return any(gradient is not None for gradient in held)
+
+
+def take_zero_grad() -> None:
+    """Makes `model.zero_grad()` raise where it would not give up gradients, until the run ends."""
+    if "zero_grad" in vars(FSDPModule):
+        return
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        guard.refuse_between_passes(not waiting(self), "FSDP2")
+        nn.Module.zero_grad(self, set_to_none)
+
+    FSDPModule.zero_grad = zero_grad  # pyrefly: ignore[missing-attribute]
+    patches.undo_with(ROW, lambda: delattr(FSDPModule, "zero_grad"))
 
 
 def taken_out(model: nn.Module) -> Places:

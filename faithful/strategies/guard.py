@@ -30,12 +30,13 @@ def refuse_gradient(does: str) -> NoReturn:
     )
 
 
-def refuse_between_passes(whole: bool) -> None:
-    """whole: whether the step's last backward pass is done, before which DeepSpeed has not averaged gradients."""
+def refuse_between_passes(whole: bool, engine: str = "ZeRO") -> None:
+    """whole: whether the step's last backward pass is done, before which the engine has not averaged gradients."""
     if not whole:
         raise Refused(
-            "the script uses gradients between the micro-batches of a step, but under ZeRO they are not averaged yet: "
-            "use them if accelerator.sync_gradients, or use a ddp config"
+            "the script uses gradients between the micro-batches of a step, or gives them up, but under "
+            f"{engine} they are not averaged yet: do so if accelerator.sync_gradients, zero_grad() after step(), or "
+            "use a ddp config"
         )
 
 
@@ -154,9 +155,10 @@ def make_contiguous(model: nn.Module) -> None:
 
 def refuse_tied_blocks(model: nn.Module, classes: Iterable[str]) -> None:
     """FSDP2 gathers and frees a block's weights with the block. classes: the names of those of the blocks."""
-    block_of, blocks, names = {}, defaultdict(set), {}
-    for at, module in model.named_modules():
-        block_of[at] = at if type(module).__name__ in classes else block_of.get(at.rpartition(".")[0], "")
+    block_of, blocks, names, first = {}, defaultdict(set), {}, {}
+    for at, module in model.named_modules(remove_duplicate=False):  # blocks may share a module, or be one
+        block = first.setdefault(id(module), at)
+        block_of[at] = block if type(module).__name__ in classes else block_of.get(at.rpartition(".")[0], "")
         for name, parameter in module.named_parameters(recurse=False):
             blocks[id(parameter)] |= {block_of[at]} - {""}
             names.setdefault(id(parameter), f"{at}.{name}")

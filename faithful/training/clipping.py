@@ -108,6 +108,7 @@ class Clips(Protocol):
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None: ...
     def prepared_parameters(self) -> set[int]: ...
     def are_scaled(self, parameters: list[torch.Tensor]) -> bool: ...
+    def refuse_between_passes(self, clips: bool = False) -> None: ...
 
 
 newest: weakref.ref[Clips] | None = None  # of this process, while the script holds it
@@ -144,6 +145,8 @@ def clip_grad_norm_(
     **kwargs: Any,
 ) -> torch.Tensor:
     accelerator, parameters = newest() if newest else None, as_list(parameters)
+    if accelerator and not accelerator.prepared_parameters().isdisjoint(map(id, parameters)):
+        accelerator.refuse_between_passes(True)
     if accelerator and (owner(parameters) or len(by_kind(parameters)) > 1 or accelerator.are_scaled(parameters)):
         return accelerator.clip_grad_norm_(parameters, max_norm, norm_type)
     return torchs(parameters, max_norm, norm_type, *args, **kwargs)
@@ -161,6 +164,8 @@ def clip_grad_value_(torchs: Callable[..., None], parameters: Parameters, *args:
     accelerator, parameters = newest() if newest else None, as_list(parameters)
     if norms := owner(parameters):
         norms.refuse_by_value()
+    if accelerator and not accelerator.prepared_parameters().isdisjoint(map(id, parameters)):
+        accelerator.refuse_between_passes(True)
     if accelerator and accelerator.are_scaled(parameters):
         return accelerator.clip_grad_value_(parameters, *args, **kwargs)
     for kind in by_mesh(parameter for parameter in parameters if parameter.grad is not None):

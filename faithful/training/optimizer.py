@@ -23,6 +23,7 @@ class Updates(Protocol):
     def before_update(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None: ...
     def after_update(self, optimizer: torch.optim.Optimizer) -> None: ...
     def is_leading(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def refuse_between_passes(self, clips: bool = False) -> None: ...
 
 
 @functools.cache
@@ -90,6 +91,8 @@ class Optimizer(AcceleratedOptimizer):
             self.accelerator.steps.losses.clear()
         if self.gradient_state.sync_gradients:
             scaling.forget(self.scaler, [self])
+            if self.accelerator is not None:
+                self.accelerator.refuse_between_passes()
         if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             super().zero_grad(set_to_none)
         elif self.gradient_state.sync_gradients:

@@ -17,9 +17,14 @@ from faithful.strategies import guard
 from faithful.strategies.base import parameter_ids, torch_optimizer
 
 
+def scales(scaler: Any) -> bool:
+    """Whether it is torch's, and enabled: a script may set another one on its Accelerator."""
+    return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+
+
 def can_step(scaler: Any, optimizer: torch.optim.Optimizer, closure: object) -> bool:
     """Whether torch's scaler can step. If there is no gradient it cannot, and nothing is to be updated."""
-    if not isinstance(scaler, torch.amp.GradScaler):
+    if not scales(scaler):
         return True
     if closure is not None:
         raise Refused("fp16's gradient scaler takes no closure of optimizer.step: use a bf16 or fp32 config")
@@ -36,7 +41,7 @@ def divide(scaler: Any, optimizers: Iterable[Any]) -> None:
 
 def undivided(scaler: Any, optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
     """torch's optimizers inside these whose gradients are still multiplied by the scale."""
-    if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None:
+    if not scales(scaler) or scaler._scale is None:
         return []
     return [each for each in map(torch_optimizer, optimizers) if has_gradients(each) and ready(scaler, each)]
 
@@ -50,7 +55,7 @@ def of_parameters(optimizers: Iterable[Any], parameters: Iterable[torch.Tensor])
 @contextlib.contextmanager
 def alone(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A step of this optimizer and the scaler's update after it, which forgets nothing of the others."""
-    if not isinstance(scaler, torch.amp.GradScaler):
+    if not scales(scaler):
         yield
         return
     states = scaler._per_optimizer_states
@@ -61,7 +66,7 @@ def alone(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def forget(scaler: Any, optimizers: Iterable[Any]) -> None:
     """Forgets that the gradients of these optimizers were divided, which the script has given up since."""
-    if isinstance(scaler, torch.amp.GradScaler):
+    if scales(scaler):
         for each in map(torch_optimizer, optimizers):
             scaler._per_optimizer_states.pop(id(each), None)
 

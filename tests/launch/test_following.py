@@ -76,6 +76,12 @@ def script(by_all, resume=None):
         assert all(torch.equal(taken[0][name], whole[name]) for name in whole)
         assert all(torch.equal(taken[1][f"net.{name}"], whole[name]) for name in whole)
     accelerator.end_training()
+    if accelerator.is_main_process and accelerator.distributed_type == "FSDP" and accelerator.plan.level is None:
+        save(accelerator.unwrap_model(model).state_dict(), folder / "after.pt")  # as sd-scripts' trainings do
+        taken = torch.load(folder / "after.pt"), accelerator.get_state_dict(model)
+        assert all(
+            torch.equal(taken[0][name], whole[name]) and torch.equal(taken[1][name], whole[name]) for name in whole
+        )
 
 
 def run(config, folder, *args, before=None):

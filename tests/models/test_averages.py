@@ -2,6 +2,8 @@
 
 import copy
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from faithful import patches
+from faithful.errors import Refused
 from faithful.models import averages
 
 PACKAGES = ("timm", "diffusers", "ema_pytorch")
@@ -68,3 +72,17 @@ def apart(rank, world):
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_averages_of_shards_are_those_of_the_whole_model_bit_for_bit(world):
     assert run_ranks(world, apart) == [(8, [])] * world
+
+
+def test_the_average_of_trls_callback_is_refused_where_weights_are_in_16_bit(monkeypatch):
+    class BEMACallback:
+        def on_train_begin(self, *args):
+            """Copies the weights."""
+
+    monkeypatch.setitem(sys.modules, "trl.trainer.callbacks", SimpleNamespace(BEMACallback=BEMACallback))
+    with patches.kept_for(1):
+        averages.refuse("under zero2 DeepSpeed holds the weights in 16 bit")
+        with pytest.raises(Refused, match="BEMACallback.on_train_begin would average these: use a ddp or fsdp config"):
+            BEMACallback().on_train_begin(None)
+    patches.release(1)
+    assert BEMACallback().on_train_begin(None) is None

@@ -338,7 +338,8 @@ def test_a_save_of_shards_by_the_main_process_alone_is_followed_or_refused(tmp_p
 def test_which_scripts_save_on_the_main_process_alone(tmp_path):
     block = "if {}:\n    if step:\n        self.accelerator.save_state('x')\nelse:\n    accelerator.save_state('y')\n"
     alone = ("accelerator.is_main_process", "step and self.accelerator.is_main_process")
-    alone += ("state.is_local_main_process", "accelerator.process_index == 0")
+    alone += ("state.is_local_main_process", "accelerator.process_index == 0", "is_main_process")
+    alone += ("accelerator.is_main_process or accelerator.distributed_type == DistributedType.DEEPSPEED",)
     others = ("accelerator.is_main_process or sharded", "not accelerator.is_main_process", "step", "no Python")
     for test in (*alone, *others):
         (tmp_path / "script.py").write_text(block.format(test))

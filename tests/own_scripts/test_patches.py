@@ -111,7 +111,9 @@ def test_every_change_is_undone_at_the_end(tmp_path, config, modules, expected):
     )
     log = (tmp_path / "run.log").read_text()
     changed, left = (part.splitlines()[0].split() for part in log.split("changed:")[1].split("left:"))
-    assert expected <= set(changed) and not left
+    for_good = {"save", "save_file", "safe_save_file"}  # a sharded model outlives its training
+    assert expected <= set(changed) and for_good.issuperset(name.rpartition(".")[2] for name in left)
+    assert bool(left) == config.startswith("fsdp")
 
 
 def refused_then_one_step():

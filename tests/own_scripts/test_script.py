@@ -16,7 +16,7 @@ from conftest import CONFIGS, ROOT, SCRIPTS, Ranks, distance, free_port, launche
 from loop import by_accelerator, loop
 from safetensors.torch import load_file
 
-from faithful import Refused
+from faithful import Accelerator, Refused
 from faithful.checkpoint import checkpoints
 from faithful.tensors import random_states, serialization
 from tools import export, show
@@ -273,6 +273,25 @@ def test_accelerates_automatic_names_are_pruned_and_gone_on_with(tmp_path):
         "checkpoint_3",
         "checkpoint_2",
     ]
+
+
+def rolls_back():
+    """What a rank runs: it goes back to its first checkpoint once, and saves on."""
+    project = ProjectConfiguration(sys.argv[2], automatic_checkpoint_naming=True)
+    accelerator, model = Accelerator(project_config=project), torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(4):
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state()
+        if step == 2:
+            accelerator.load_state(f"{sys.argv[2]}/checkpoints/checkpoint_0")
+
+
+def test_a_run_that_goes_back_does_not_meet_its_own_checkpoints(tmp_path):
+    run = train("single_fp32", tmp_path / "run", script=rolls_back)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"checkpoint_{n}" for n in range(4)]
 
 
 @pytest.mark.parametrize("words", [["accelerates.py"], ["-m", "accelerates"]])

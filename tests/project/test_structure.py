@@ -185,14 +185,14 @@ LINES = {
     "faithful/models": 1050,  # torch.save of shards, to one file, too; hooks that a copy of a model does not have
     "faithful/saving": 1150,  # whole weights for every strategy, under the names of a model's own state_dict
     "faithful/scripts": 250,  # a Trainer's resume under tp; which scripts save on the main process alone
-    "faithful/strategies": 3450,  # right words for what libraries of others do; optimizers that step in a backward pass
+    "faithful/strategies": 3500,  # gradients between micro-batches; right words for what libraries of others do; optimizers that step in a backward pass
     "faithful/tensors": 500,  # states of optimizers of others; random states, which samplers draw from, too
     "faithful/training": 1200,  # states that were saved whole; averages that are prepared; the same random numbers; which samples loaders give; fp16's scale, of several optimizers
-    "amp8": 4950,  # two forward passes of compiled code; a weight that is plain again is refused in one line
+    "amp8": 4950,  # gradients rounded several at once; two forward passes of compiled code; a weight that is plain again is refused in one line
     "tools": 6600,
     "shared": 2450,
     "benchmarks": 4750,
-    "tests": 36450,  # saves and averages of image trainers; what scripts do in fp16 and under ZeRO-2, a row each
+    "tests": 36600,  # gradients that wait to be rounded, or for the next micro-batch; saves and averages of image trainers; what scripts do in fp16 and under ZeRO-2, a row each
     "recipes": 1150,  # embed.py, dpo.py
 }
 SPARE = 100  # more than this under a number, and the number is to be lowered

@@ -103,6 +103,8 @@ def built(what):
         assert not model.conv.weight.is_contiguous() and not model.tower.weight.is_contiguous()
     if what == "tied_blocks":
         model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    if what == "shared_module":  # as lucidrains' rotary embeddings
+        model.blocks[1].gate = model.blocks[0].gate
     return model
 
 
@@ -177,18 +179,37 @@ def script(what):
         model.module.train()
     if what == "copied":  # as pytorch-accelerated's ModelEmaCallback does
         copy.deepcopy(accelerator.unwrap_model(model))(torch.arange(8), True)
+    if what == "prepared_twice":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if what == "scaler_off":  # as imagen-pytorch's trainer
+        accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    if what in ("clip_each", "zero_first", "model_zero"):
+        accelerator.gradient_accumulation_steps = 2
     if what == "one_cycle":
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
         inside = accelerator.strategy.torch_optimizer(optimizer)
         assert [(group["lr"], group["momentum"]) for group in inside.param_groups] == [(pytest.approx(0.1 / 25), 0.95)]
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0) if "plateau" in what else None
     for step in range(STEPS):
+        if accelerator.gradient_accumulation_steps > 1:
+            with accelerator.accumulate(model):
+                if what == "zero_first":
+                    optimizer.zero_grad()
+                accelerator.backward(model(torch.arange(8), True).float().square().mean())
+                if what == "clip_each":
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                if what == "model_zero" and not accelerator.sync_gradients:
+                    model.zero_grad()
+                optimizer.step()
+            continue
         ids = torch.arange(8) + 8 * (step + accelerator.process_index)
         tower = what != "swapped" or accelerator.is_main_process
         if what in ("parts", "parts_found") and accelerator.process_index and step:
             tower = None
         called = accelerator.unwrap_model(model) if what == "inside" else model  # as open-instruct's get_reward
         called = model.forward if what == "forward" else called  # as lerobot
+        if what == "layer_forward":  # as sd-scripts' LoRA calls the layers that it has replaced
+            accelerator.unwrap_model(model).tower.forward(torch.randn(8, WIDTH))
         loss = (called(ids, tower).float() - ids.view(-1, 1) / 64).square().mean()
         if what == "orthogonal":  # as AdaLoRA asks of its parts
             weight = accelerator.unwrap_model(model).blocks[0].linear.weight
@@ -202,6 +223,9 @@ def script(what):
             accelerator.backward(loss, retain_graph=what == "twice")
         if what == "own_in_backward":
             continue
+        if what == "reduced":  # as sd-scripts' all_reduce_network
+            for parameter in filter(lambda p: p.grad is not None, model.parameters()):
+                parameter.grad = accelerator.reduce(parameter.grad, "mean")
         if what == "twice":
             accelerator.backward(loss)
         optimizer.step()
@@ -228,6 +252,8 @@ def script(what):
         torch.save(state, folder / "part.pt")
     accelerator.save_model(model, f"{sys.argv[2]}/model")
     accelerator.end_training()
+    if what == "saved_at_last" and accelerator.is_main_process:
+        torch.save(state, file)
     if what == "at_last" and accelerator.is_main_process:  # as sd-scripts' save_state_on_train_end
         state = Path(accelerator.save_state(f"{sys.argv[2]}-state"))
         accelerator.checkpoints.wait()
@@ -235,6 +261,7 @@ def script(what):
 
 
 ISLAND, COPY = "autocast off, perhaps: use a ddp config", "the script copies a model after prepare()"
+WAITS = "the script uses gradients between the micro-batches of a step, or gives them up"
 TRAINS = None
 ROWS = [
     ("ddp_fp32", "parts", "DistributedDataParallelKwargs(find_unused_parameters=True)"),
@@ -337,6 +364,18 @@ ROWS = [
     ("zero1_bf16", "set", "each process has the parameters of SGD in another order, as a set has them"),
     ("zero3_bf16", "set", "each process has the parameters of SGD in another order, as a set has them"),
     ("zero2_bf16", "loss", "1 tensors that are not in the model"),
+    ("fsdp_bf16", "shared_module", "blocks.0.gate.weight is tied between blocks.0 and blocks.1"),
+    ("ddp_fp32", "shared_module", TRAINS),
+    ("fsdp_bf16", "reduced", "the script exchanges a sharded tensor over the processes"),
+    ("ddp_fp32", "reduced", TRAINS),
+    *((config, "clip_each", WAITS) for config in ("fsdp_bf16", "fsdp_fp8_msamp_o2", "zero2_bf16")),
+    *(("fsdp_fp32", what, WAITS) for what in ("zero_first", "model_zero")),
+    *(("ddp_bf16", what, TRAINS) for what in ("clip_each", "zero_first", "model_zero")),
+    ("zero2_bf16", "zero_first", TRAINS),
+    *((config, "prepared_twice", TRAINS) for config in ("zero2_bf16", "zero3_bf16", "fsdp_bf16")),
+    ("single_fp32", "scaler_off", TRAINS),
+    ("fsdp_fp8_msamp_o2", "layer_forward", "tower has not gathered its weight: call the layer in the model's forward"),
+    ("ddp_bf16", "saved_at_last", TRAINS),
 ]
 QUICK = {
     ("ddp_fp32", "parts"),
@@ -344,6 +383,7 @@ QUICK = {
     ("fsdp_bf16", "tied_blocks"),
     ("zero2_bf16", "island"),
     ("zero1_bf16", "set"),
+    ("fsdp_bf16", "clip_each"),
 }
 
 
@@ -367,6 +407,13 @@ def test_what_plain_torch_trains_is_trained_or_refused_in_a_line(tmp_path, confi
         saved, first = weights(run), dict(built(what).named_parameters())
         moved = [name for name, value in saved.items() if name in first and not value.float().equal(first[name])]
         assert len(moved) > 1 and all(value.isfinite().all() for value in saved.values()), moved
+
+
+def test_a_part_is_not_saved_after_the_end(tmp_path):
+    """The processes do not exchange any more. A script that its files show is followed: launch/test_following.py."""
+    ranks = Ranks("fsdp_bf16", ["--output_dir", str(tmp_path / "run")], script=partial(script, "saved_at_last"))
+    assert ranks.wait() == [2, 0] and not list(tmp_path.glob("*.pt")), ranks.text()
+    assert "refused: torch.save or save_file after end_training(), when no process has" in ranks.text()
 
 
 @pytest.mark.parametrize("config", ["fsdp_bf16", pytest.param("zero2_bf16", marks=pytest.mark.slow)])

@@ -213,7 +213,8 @@ class ZeRO(GradientsElsewhere, Strategy):
             held = "in 16 bit" if self.keeps_masters else "in parts"
             averages.refuse(f"under {self.plan.strategy} DeepSpeed holds the weights {held}")
         losses = {at: each for at, each in enumerate(args) if isinstance(each, nn.Module) and not has_parameters(each)}
-        without = tuple(None if at in losses else each for at, each in enumerate(args))
+        again = {at: each for at, each in enumerate(args) if getattr(each, "_is_accelerate_prepared", False)}
+        without = tuple(None if at in losses | again else each for at, each in enumerate(args))
         with masters_for_all(session.note, args):
             prepared = super().prepare(session, accelerates, without, device_placement)
         for engine in (new for new, old in zip(prepared, args, strict=True) if any(old is model for model in fresh)):
@@ -223,7 +224,8 @@ class ZeRO(GradientsElsewhere, Strategy):
                 module._is_fsdp_managed_module = True
             if exact:
                 take_exact(engine.optimizer, exact, session.device if self.plan.ram_efficient else None)
-        return tuple(losses[at].to(session.device) if at in losses else each for at, each in enumerate(prepared))
+        done = again | {at: loss.to(session.device) for at, loss in losses.items()}
+        return tuple(done.get(at, each) for at, each in enumerate(prepared))
 
     @property
     def engine(self) -> "DeepSpeedEngine | None":
@@ -296,6 +298,10 @@ class ZeRO(GradientsElsewhere, Strategy):
 
     def take_written(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         zero_of(optimizer).held.take_weights()
+
+    def refuse_between_passes(self, models: list[nn.Module], clips: bool) -> None:
+        held = self.engine.optimizer.held if self.engine and clips else None  # pyrefly: ignore[missing-attribute]
+        guard.refuse_between_passes(held is None or held.whole or not held.begun)
 
     def used(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bool]:
         held = zero_of(optimizer).held
