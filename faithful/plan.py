@@ -92,7 +92,7 @@ def resolved(precision: str | None, process: int) -> Plan:
         asks_for_cpu |= config_file.asks_for_cpu(config)
     if asks_for_cpu:  # a rehearsal, asked for by name
         patches.set_environment("CUDA_VISIBLE_DEVICES", "")
-        lines += one_alone(line, settings)
+    lines += one_alone(line, settings)
     on_cpu = debugged or asks_for_cpu
     here = machine.without_accelerator() if on_cpu else machine.of_torch()
     if not (on_cpu or here.devices) and (why := machine.unseen()):
@@ -160,14 +160,15 @@ def launched_otherwise(file: Path, config: dict[str, Any], settings: Settings) -
 
 
 def one_alone(line: list[str] | None, settings: Settings) -> list[str]:
-    """A problem if `accelerate launch` was told to start several processes on the CPU: without mpirun it starts one."""
+    """A problem if `accelerate launch` was told to start several processes, and has started one: on a CPU without
+    mpirun, and of a file that says one."""
     options = options_of(line or [])
     asked = options.num_processes if options else None
     if settings.strategy != "single" or asked in (None, 1):
         return []
     return [
-        f"--cpu makes Accelerate run one process, not {asked}: leave it out, and pass --multi_gpu, which is "
-        "rehearsed where there is no GPU"
+        f"--num_processes {asked}: with --cpu, without a GPU or of a file for one process accelerate launch starts one "
+        "alone: take a ddp config, or leave --cpu out and pass --multi_gpu, which is rehearsed where there is no GPU"
     ]
 
 

@@ -2,8 +2,9 @@
 
 `if accelerator.is_main_process: accelerator.save_state(folder)` is how most example scripts save. Where each process
 holds a part of the run this needs them all, and the others would be in their next forward pass. So in a script that has
-such calls (scripts/alone.py) the others wait before each batch and its forward pass, in `wait_for_everyone` and in
-`end_training` until the main process has come to the same place, and make meanwhile the calls that it asks for.
+such calls (scripts/alone.py) the others wait before each batch and its forward pass, in `wait_for_everyone` and
+`end_training` and at the end until the main process has come to the same place, and make meanwhile the calls that it
+asks for. So the processes stay connected until then.
 """
 
 import collections
@@ -55,7 +56,7 @@ class Following:
             elif not told and time.monotonic() > began + 1:  # for calls that it cannot follow
                 store.set(f"at/{rank}", f"{MEETS}{kind}/{self.places[kind]}")
                 told = True
-            time.sleep(0.001)
+            time.sleep(0.03 if told else 0.001)  # the main process may work for long, after its training too
         if told:
             store.set(f"at/{rank}", "")
 

@@ -211,8 +211,8 @@ def copied(error: str, engine: str) -> Refused | None:
 def in_two_dtypes(error: str, engine: str) -> Refused | None:
     """What an error says of 16-bit weights that meet fp32 tensors, or None."""
     text = (
-        "{engine}, and the script computes with fp32 tensors of its own beside them ({line}), where it switches "
-        "autocast off, perhaps: use a ddp config"
+        "{engine}, and the script computes with fp32 tensors beside them ({line}): with buffers of its own, or where "
+        "it switches autocast off, perhaps: use a ddp config"
     )
     return explained(error, {TWO_DTYPES: text}, engine=engine, line=error.partition("\n")[0])
 

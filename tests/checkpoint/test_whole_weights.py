@@ -218,7 +218,6 @@ x, each = torch.eye(16), accelerator.process_index + 1.0
 with model.no_sync():
     accelerator.backward(model(each * x).sum())
     assert model.weight.grad is None
-    accelerator.clip_grad_value_(model.parameters(), 0.1)  # there is nothing to clip yet
 accelerator.backward(model(each * x).sum())
 optimizer.step()
 assert torch.allclose(before - model.weight.full_tensor(), torch.full((16, 16), 3.0))

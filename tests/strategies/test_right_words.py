@@ -183,7 +183,7 @@ def script(what):
         model, optimizer = accelerator.prepare(model, optimizer)
     if what == "scaler_off":  # as imagen-pytorch's trainer
         accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    if what in ("clip_each", "zero_first", "model_zero"):
+    if what in ("clip_each", "clip_values", "zero_first", "model_zero"):
         accelerator.gradient_accumulation_steps = 2
     if what == "one_cycle":
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
@@ -198,6 +198,8 @@ def script(what):
                 accelerator.backward(model(torch.arange(8), True).float().square().mean())
                 if what == "clip_each":
                     accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                if what == "clip_values":
+                    torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
                 if what == "model_zero" and not accelerator.sync_gradients:
                     model.zero_grad()
                 optimizer.step()
@@ -369,8 +371,8 @@ ROWS = [
     ("fsdp_bf16", "reduced", "the script exchanges a sharded tensor over the processes"),
     ("ddp_fp32", "reduced", TRAINS),
     *((config, "clip_each", WAITS) for config in ("fsdp_bf16", "fsdp_fp8_msamp_o2", "zero2_bf16")),
-    *(("fsdp_fp32", what, WAITS) for what in ("zero_first", "model_zero")),
-    *(("ddp_bf16", what, TRAINS) for what in ("clip_each", "zero_first", "model_zero")),
+    *(("fsdp_fp32", what, WAITS) for what in ("clip_values", "zero_first", "model_zero")),
+    *(("ddp_bf16", what, TRAINS) for what in ("clip_each", "clip_values", "zero_first", "model_zero")),
     ("zero2_bf16", "zero_first", TRAINS),
     *((config, "prepared_twice", TRAINS) for config in ("zero2_bf16", "zero3_bf16", "fsdp_bf16")),
     ("single_fp32", "scaler_off", TRAINS),
