@@ -62,14 +62,14 @@ def leave_to_the_config(module: ModuleType) -> None:
                 "the script passes deepspeed to TrainingArguments, which is the config's to say: leave it out, and use "
                 "a zero config, or name the file as deepspeed_config_file in a YAML of yours"
             )
-        made(self)
         checkpoints = not self.save_only_model and self.save_strategy != "no"
-        # now, as the first of them may come at the end
+        # now, as the first of them may come at the end, and before the processes connect, which one would wait for
         if checkpoints and settings.read_env(os.environ).strategy == "tp":
             raise Refused(
                 f"{IN_PARTS}: pass save_only_model=True or save_strategy='no' to TrainingArguments, or use a ddp or "
                 "fsdp config, whose checkpoints are whole"
             )
+        made(self)
 
     patches.replace(BF16, is_torch_bf16_gpu_available, module, "is_torch_bf16_gpu_available")
     patches.replace(MADE, __post_init__)

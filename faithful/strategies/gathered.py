@@ -51,6 +51,8 @@ def watch(model: nn.Module, scalars: Places) -> None:
 
 def waiting(model: nn.Module) -> bool:
     """Whether gradients of a backward pass wait for those of the next one, whole, before FSDP2 averages them."""
+    if torch._C._current_graph_task_id() >= 0:  # in a hook of a pass
+        return False
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     each = [p for state in states for group in parameter_groups(state) for p in group.fsdp_params]
     held = [getattr(getattr(p, "_unsharded_param", None), "grad", None) for p in each]
